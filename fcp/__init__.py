@@ -1,0 +1,99 @@
+"""fcp, functional context parallelism: a model is a pure function, and cp, tp, fsdp and dp are transforms of it.
+
+>>> import fcp, torch
+>>> from models import llama
+>>> model = llama.tiny()
+>>> params = model.init(seed=0, dtype=torch.float64)
+>>> ids = torch.arange(12).reshape(1, 12)
+>>> sharded = fcp.transform(model, cp=2, tp=2)
+>>> fcp.compare(model, sharded, params, {"input_ids": ids, "labels": ids}).assert_close()
+
+This file is the only door: what is not listed in `__all__` is private.
+"""
+
+from fcp import masks
+from fcp._compare import Report, compare, relative_error
+from fcp._prepare import prepare
+from fcp._simulate import simulate
+from fcp._transform import Transformed, transform
+from fcp._value_and_grad import value_and_grad
+from fcp.collectives import (
+    Event,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    own_slice,
+    pmax,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+    record,
+    shard,
+    unshard,
+)
+from fcp.kernels import Kernel, Spec, attention, kernels, register_kernel
+from fcp.masks import Mask
+from fcp.model import Model
+from fcp.ops import LOCAL, Ops
+from fcp.remat import rematerialize
+from fcp.sharded import Sharded
+from fcp.transforms._shard_batch import shard_batch
+from fcp.transforms._shard_params import shard_params
+from fcp.transforms._shard_seq import shard_seq
+from fcp.transforms._ulysses import ulysses
+from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params, Replicated, Rule, Rules, Shared, Split
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IGNORED",
+    "LOCAL",
+    "Event",
+    "Inputs",
+    "Kernel",
+    "Mask",
+    "Model",
+    "ModelFn",
+    "Ops",
+    "Output",
+    "Params",
+    "Replicated",
+    "Report",
+    "Rule",
+    "Rules",
+    "Sharded",
+    "Shared",
+    "Spec",
+    "Split",
+    "Transformed",
+    "all_gather",
+    "all_to_all",
+    "attention",
+    "axis_index",
+    "axis_size",
+    "compare",
+    "kernels",
+    "masks",
+    "own_slice",
+    "pmax",
+    "ppermute",
+    "prepare",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "record",
+    "register_kernel",
+    "relative_error",
+    "rematerialize",
+    "shard",
+    "shard_batch",
+    "shard_params",
+    "shard_seq",
+    "simulate",
+    "transform",
+    "ulysses",
+    "unshard",
+    "value_and_grad",
+]

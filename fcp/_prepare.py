@@ -1,0 +1,142 @@
+"""From a Hugging Face-style batch to `Inputs`: labels shifted, positions, documents and validity settled, counts taken.
+
+All of it happens here once, on the whole unsharded batch, because each piece is wrong when it is done on a slice:
+labels shifted after sharding lose a target at every shard edge, positions restart on every rank, documents that
+cross an edge are joined to their neighbours, and a per-rank count of targets makes a mean of means.
+
+What the mask cannot say (a 4-D mask, an unknown key) is refused rather than replaced by plain causal attention.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp.masks import describe
+from fcp.typing import IGNORED, Inputs
+
+__all__ = ["prepare"]
+
+_KNOWN = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "attention_mask",
+    "position_ids",
+    "document_ids",
+    "num_items_in_batch",
+)
+
+
+def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
+    """Turns a batch with Hugging Face's names into `Inputs`; `Inputs` come back as they are.
+
+    Args:
+        batch: with `input_ids` [batch, seq] int64 or `inputs_embeds` [batch, seq, hidden], and optionally
+            `labels` [batch, seq], int64, unshifted, -100 for none;
+            `attention_mask` [batch, seq], 1 for real tokens, 0 for padding on either side;
+            `position_ids` [batch, seq] or [seq]: 0..seq-1 by default. Where they are given, a new document starts
+            wherever a position is not the previous one plus one;
+            `document_ids` [batch, seq]: documents said outright;
+            `num_items_in_batch`: the number of targets to divide the loss by, where it counts more than this batch.
+
+    Returns:
+        Inputs whose targets are shifted inside documents: the last token of a document has none, and padding neither
+        is a target nor predicts one.
+
+    Raises:
+        ValueError: an unknown key, both or neither of tokens and embeddings, shapes that differ, a mask that is not
+            [batch, seq] of zeros and ones, integer inputs of a floating dtype.
+    """
+    if isinstance(batch, Inputs):
+        return batch
+    unknown = sorted(set(batch) - set(_KNOWN))
+    if unknown:
+        raise ValueError(f"prepare: batch has {', '.join(map(repr, unknown))}; known are {', '.join(_KNOWN)}")
+    given = {name: value for name, value in batch.items() if value is not None}
+    if ("input_ids" in given) == ("inputs_embeds" in given):
+        raise ValueError("prepare: give exactly one of input_ids [batch, seq] and inputs_embeds [batch, seq, hidden]")
+    tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    lead = tokens if tokens is not None else embeds
+    assert lead is not None
+    _check_shapes(given, lead)
+    rows = (lead.shape[0], lead.shape[1])
+
+    valid = given.get("attention_mask")
+    valid = None if valid is None else valid != 0
+    arange = torch.arange(rows[1], device=lead.device).expand(rows)
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = arange
+        # Windows do not see a constant shift, but chunks do: left padding must not move their edges.
+        mask_positions = arange if valid is None else arange - _leading_padding(valid)[:, None]
+    else:
+        positions = mask_positions = positions.to(torch.int64).expand(rows)
+    mask = describe(mask_positions, documents=given.get("document_ids"), valid=valid)
+
+    labels = given.get("labels")
+    targets = None if labels is None else _shift(labels.to(torch.int64), mask.documents, valid)
+    num_targets = given.get("num_items_in_batch")
+    if num_targets is None:
+        num_targets = arange.new_zeros(()) if targets is None else (targets != IGNORED).sum()
+    return Inputs(
+        tokens=tokens,
+        embeds=embeds,
+        positions=positions,
+        targets=targets,
+        mask=mask,
+        num_targets=torch.as_tensor(num_targets, device=lead.device).reshape(()),
+        num_positions=positions.max() + 1,
+    )
+
+
+def _shift(labels: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
+    """targets[i] = labels[i + 1] where both tokens are real and of one document."""
+    targets = torch.full_like(labels, IGNORED)
+    targets[:, :-1] = labels[:, 1:]
+    if documents is not None:
+        targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
+    if valid is not None:
+        targets[:, :-1][~(valid[:, 1:] & valid[:, :-1])] = IGNORED
+    return targets
+
+
+def _leading_padding(valid: Tensor) -> Tensor:
+    """[batch]: how many tokens of a row come before its first valid one."""
+    return (valid.cumsum(-1) == 0).sum(-1)
+
+
+def _check_shapes(given: dict[str, Any], lead: Tensor) -> None:
+    wrong = []
+    if lead.dim() != (3 if "inputs_embeds" in given else 2) or 0 in lead.shape[:2]:
+        wrong.append(f"{'inputs_embeds' if 'inputs_embeds' in given else 'input_ids'} of shape {tuple(lead.shape)}")
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(
+            f"prepare: attention_mask of shape {tuple(mask.shape)}: a dense mask is refused, because it cannot be "
+            f"checked to be one that a split sequence keeps. Say it by position_ids or document_ids (packed "
+            f"documents), a [batch, seq] attention_mask (padding), or the model's window or chunk."
+        )
+    for name in ("labels", "attention_mask", "position_ids", "document_ids"):
+        value = given.get(name)
+        if value is None:
+            continue
+        shapes = [tuple(lead.shape[:2])]
+        if name == "position_ids":
+            shapes += [(1, lead.shape[1]), (lead.shape[1],)]
+        if tuple(value.shape) not in shapes:
+            wrong.append(f"{name} of shape {tuple(value.shape)}")
+        elif name != "attention_mask" and (value.is_floating_point() or value.dtype == torch.bool):
+            wrong.append(f"{name} of dtype {value.dtype}")
+    if "input_ids" in given and (lead.is_floating_point() or lead.dtype == torch.bool):
+        wrong.append(f"input_ids of dtype {lead.dtype}")
+    if wrong:
+        raise ValueError(
+            f"prepare: {'; '.join(wrong)}. Every one must be [batch, seq] of integers, here {tuple(lead.shape[:2])}, "
+            f"with at least one row and one token"
+        )
+    if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(
+            "prepare: attention_mask holds values other than 0 and 1; give 1 for real tokens, 0 for padding"
+        )

@@ -1,0 +1,176 @@
+"""`fcp.transform`: the door. It validates every size against the model, then composes the transforms in one order.
+
+By hand the same thing is a line of its own,
+
+    fcp.simulate(fcp.shard_params(fcp.ulysses(fcp.shard_seq(model, axis="cp"), axis="cp"), axis="tp"), cp=2, tp=2)
+
+and any order of the transforms gives the same function. What the door adds: the refusals, each before a tensor moves;
+the usual wiring (fsdp splits the batch and stores parameters over fsdp x cp; remat wraps each layer; the logits may be
+left out); and a record of what was applied.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fcp._prepare import prepare
+from fcp._simulate import simulate
+from fcp.kernels import kernels
+from fcp.ops import LOCAL, Ops
+from fcp.remat import rematerialize
+from fcp.sharded import Sharded, base_model
+from fcp.transforms._shard_batch import shard_batch
+from fcp.transforms._shard_params import indivisible, shard_params
+from fcp.transforms._shard_seq import shard_seq
+from fcp.transforms._ulysses import ulysses
+from fcp.typing import Inputs, ModelFn, Output, Params
+
+__all__ = ["Transformed", "transform"]
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A transformed model function: (params, batch) -> Output, global in and global out.
+
+    Attributes:
+        model_fn: the composed function, its axes still to be bound.
+        axes: axis name to number of ranks, outermost first; axes of one rank are left out.
+    """
+
+    model_fn: ModelFn
+    axes: Mapping[str, int]
+
+    def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
+        prepared = prepare(inputs)
+        if not self.axes:
+            return self.model_fn(params, prepared, ops)
+        return simulate(self.model_fn, **self.axes)(params, prepared, ops)
+
+    @property
+    def applied(self) -> tuple[str, ...]:
+        """The transforms that were applied, innermost first."""
+        return self.model_fn.applied if isinstance(self.model_fn, Sharded) else ()
+
+    @property
+    def config(self) -> Any:
+        return getattr(base_model(self.model_fn), "config", None)
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items()) or "one rank"
+        return f"Transformed({mesh}: {' . '.join(reversed(self.applied)) or 'as it is'})"
+
+
+def transform(
+    model_fn: ModelFn,
+    *,
+    cp: int = 1,
+    tp: int = 1,
+    fsdp: int = 1,
+    dp: int = 1,
+    remat: bool = False,
+    logits: bool = True,
+    kernel: str = "auto",
+) -> Transformed:
+    """Spreads a model function over simulated ranks; loss, logits and every gradient stay those of the function.
+
+    Args:
+        model_fn: a `Model`, or any model function (see `fcp.typing.ModelFn`); tp needs a model with rules.
+        cp: context parallelism: ranks that share one sequence (`shard_seq` and `ulysses`).
+        tp: tensor parallelism: ranks that share each matrix, by the model's rules (`shard_params`).
+        fsdp: ranks that store the parameters in pieces, over fsdp x cp, and compute different rows (`shard_params`,
+            `shard_batch`).
+        dp: ranks that compute different rows with whole parameters (`shard_batch`); with fsdp this is HSDP.
+        remat: recompute each layer in backward instead of keeping what it computed.
+        logits: False leaves `Output.logits` None.
+        kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
+
+    Raises:
+        ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
+            layers do not divide by; an unknown kernel; a model with dropout; a model that was transformed already.
+
+    >>> import fcp, torch
+    >>> from models import llama
+    >>> model = llama.tiny()
+    >>> params, ids = model.init(seed=0), torch.arange(10)[None]
+    >>> sharded = fcp.transform(model, cp=2, tp=2)
+    >>> sharded
+    Transformed(cp=2, tp=2: shard_seq(cp) . ulysses(cp) . shard_params(tp))
+    >>> batch = {"input_ids": ids, "labels": ids}
+    >>> bool(torch.isclose(sharded(params, batch).loss, model(params, batch).loss))
+    True
+    """
+    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+    _validate(model_fn, sizes, kernel)
+    fn = model_fn if logits else _drop_logits(model_fn)
+    if remat:
+        fn = _remat_layers(fn)
+    if tp > 1:
+        fn = shard_params(fn, axis="tp")
+    if fsdp > 1:
+        fn = shard_params(fn, axis=("fsdp", "cp") if cp > 1 else "fsdp", how="gather")
+    if cp > 1:
+        fn = shard_seq(ulysses(fn, axis="cp"), axis="cp")
+    for axis in ("fsdp", "dp"):
+        if sizes[axis] > 1:
+            fn = shard_batch(fn, axis=axis)
+    if kernel != "auto":
+        fn = _use_kernel(fn, kernel)
+    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1})
+
+
+def _validate(model_fn: ModelFn, sizes: Mapping[str, int], kernel: str) -> None:
+    if not callable(model_fn):
+        raise ValueError(f"transform: {model_fn!r} is no model function (params, inputs, ops) -> Output")
+    if isinstance(model_fn, Transformed):
+        raise ValueError("transform: this model was transformed already; transform the model itself, naming every axis")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"transform: {name}={size!r} must be a number of ranks, 1 or more")
+    if kernel != "auto" and kernel not in kernels:
+        raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(kernels)}")
+    base = base_model(model_fn)
+    config = getattr(base, "config", None)
+    dropout = {
+        name: value
+        for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+        if (value := getattr(config, name, 0.0) or 0.0) > 0
+    }
+    if dropout:
+        raise ValueError(f"transform: the config has {dropout}; dropout is not part of a pure function. Set it to 0.")
+    if sizes["tp"] > 1:
+        rules = getattr(base, "rules", None)
+        if rules is None:
+            raise ValueError(
+                f"transform: tp={sizes['tp']} needs rules that say how each parameter splits, and {base!r} has none. "
+                f"Wrap it as fcp.Model(config, apply, init, rules), or leave tp out."
+            )
+        wrong = indivisible(rules, "tp", sizes["tp"])
+        if wrong:
+            raise ValueError(f"transform: {'; '.join(wrong)}. Choose a tp that divides them all.")
+
+
+def _drop_logits(model_fn: ModelFn) -> Sharded:
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        return inner(params, inputs, replace(ops, loss=partial(ops.loss, logits=False)))
+
+    return Sharded(model_fn, "drop_logits", run)
+
+
+def _use_kernel(model_fn: ModelFn, kernel: str) -> Sharded:
+    """Outermost: the attention that every other transform wraps."""
+
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        return inner(params, inputs, replace(ops, attention=partial(ops.attention, kernel=kernel)))
+
+    return Sharded(model_fn, f"kernel({kernel})", run)
+
+
+def _remat_layers(model_fn: ModelFn) -> ModelFn:
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        def layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
+            return rematerialize(partial(ops.layer, fn))(layer_params, *args)
+
+        return inner(params, inputs, replace(ops, layer=layer))
+
+    return Sharded(model_fn, "remat", run)

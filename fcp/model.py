@@ -1,0 +1,35 @@
+"""Model: a frozen record that is itself a model function.
+
+A family's file under `models/` builds one: the pure function `apply`, a deterministic `init`, the sharding `rules` of
+its parameters and the `config` they were made for. `model(params, batch)` calls `apply` on the prepared batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fcp._prepare import prepare
+from fcp.ops import LOCAL, Ops
+from fcp.typing import Inputs, Output, Params, Rules
+
+__all__ = ["Model"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model function with what belongs to it.
+
+    Attributes:
+        config: the family's Config; its fields carry config.json's names.
+        apply: the pure function (params, Inputs, Ops) -> Output.
+        init: seed -> parameters, nested as a checkpoint names them; float32 unless `dtype=` says otherwise.
+        rules: how each leaf may be split over a tensor-parallel axis, by path pattern. Every leaf matches exactly one.
+    """
+
+    config: Any
+    apply: Callable[[Params, Inputs, Ops], Output] = field(repr=False)
+    init: Callable[..., Params] = field(repr=False)
+    rules: Rules = field(repr=False)
+
+    def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
+        return self.apply(params, prepare(inputs), ops)

@@ -1,0 +1,101 @@
+"""Ops: the few steps of a model that a transform may replace.
+
+A model calls its parallelisable steps through this record and is otherwise plain PyTorch. `LOCAL`, the default, is one
+device with everything on it, so a model alone is an ordinary function. A transform hands the model a record in which it
+replaced some fields; each replacement wraps or stands in for the one it was given, so transforms compose in any order.
+
+No field takes `**kwargs`: an argument that a replacement does not know must be an error, never swallowed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fcp.kernels import attention
+from fcp.loss import token_losses
+from fcp.masks import Mask
+from fcp.typing import Params
+
+__all__ = ["LOCAL", "Attention", "Loss", "Ops"]
+
+
+@runtime_checkable
+class Attention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+@runtime_checkable
+class Loss(Protocol):
+    def __call__(
+        self, hidden: Tensor, table: Tensor, targets: Tensor | None, *, logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operations that a model asks for.
+
+    Attributes:
+        attention: as `fcp.attention`: q [batch, heads, seq, dim], k and v [batch, kv_heads, seq, dim], the mask of the
+            whole sequence; gives [batch, heads, seq, dim].
+        enter: marks where split (tensor-parallel) work begins; the identity alone.
+        leave: joins what split work gave; the identity alone. Add a bias that all ranks share after it.
+        embed: (ids [batch, seq], table [vocab, hidden]) -> [batch, seq, hidden].
+        loss: (hidden [batch, seq, hidden], table [vocab, hidden], targets [batch, seq] or None) -> (the sum of the
+            token losses, a scalar; the logits [batch, seq, vocab]). No targets: the sum is None. `logits=False`: the
+            logits are None.
+        layer: (fn, layer_params, *args) -> fn(layer_params, *args), with every parameter of the model consumed in one
+            of these calls: it is where sharded parameters are gathered and where a layer is rematerialised. `args` are
+            pytrees; what `fn` closes over must be no tensor.
+    """
+
+    attention: Attention
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[Tensor], Tensor]
+    embed: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
+    layer: Callable[..., Any]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _embed(ids: Int[Tensor, "batch seq"], table: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "batch seq hidden"]:
+    return torch.nn.functional.embedding(ids, table)
+
+
+def _loss(
+    hidden: Float[Tensor, "batch seq hidden"],
+    table: Float[Tensor, "vocab hidden"],
+    targets: Int[Tensor, "batch seq"] | None,
+    *,
+    logits: bool = True,
+) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
+    scores = torch.nn.functional.linear(hidden, table)
+    total = None if targets is None else token_losses(scores, targets).sum()
+    return total, (scores if logits else None)
+
+
+def _layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
+    return fn(layer_params, *args)
+
+
+LOCAL = Ops(attention=attention, enter=_same, leave=_same, embed=_embed, loss=_loss, layer=_layer)
+"""Everything on one device."""

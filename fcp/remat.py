@@ -1,0 +1,125 @@
+"""Rematerialisation: keep a layer's inputs, compute the layer again in backward (Chen et al. 2016, section 3).
+
+`torch.utils.checkpoint` rests on saved-tensor hooks, which torch.func does not run. So here it is a Function: forward
+runs `fn` without a graph and saves the inputs, backward calls `torch.func.vjp` of `fn` on them.
+
+Under `simulate` the inputs are batched over the ranks and the Function has to say how it vmaps: it binds the same
+axis again around `fn` one level below. At the bottom it therefore saves plain tensors, and its backward replays the
+function together with its map. The rank indices are operands, which is how the rule knows whose level it is at.
+
+Inside a function that is rematerialised already nothing more is saved by doing it again, so a nested one is the plain call.
+
+A tensor that `fn` closes over would not be seen by this and is an error waiting: pass it as an argument.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
+
+from fcp import pytree
+from fcp._simulate import map_ranks
+from fcp.axes import Axis, bind, bound
+
+__all__ = ["rematerialize"]
+
+_replaying: ContextVar[bool] = ContextVar("fcp_rematerializing", default=False)
+
+
+def rematerialize(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with the same values and gradients, whose backward computes it again instead of keeping what it computed.
+
+    Args:
+        fn: a function of pytrees to a pytree of tensors; it closes over no tensor.
+
+    Returns:
+        A function of the same signature. Under `torch.func.grad` and `fcp.value_and_grad`, outside or inside
+        `simulate`, nothing but its arguments lives until backward.
+    """
+
+    def rematerialized(*args: Any) -> Any:
+        if _replaying.get():
+            return fn(*args)
+        found, spec = pytree.flatten(args)
+        is_tensor = [isinstance(x, Tensor) for x in found]
+        tensors = [x for x in found if isinstance(x, Tensor)]
+        rest = [None if isinstance(x, Tensor) else x for x in found]
+        out_spec: Any = None
+
+        def flat(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal out_spec
+            given = iter(values)
+            whole = [next(given) if here else x for here, x in zip(is_tensor, rest, strict=True)]
+            token = _replaying.set(True)
+            try:
+                out, out_spec = pytree.flatten(fn(*pytree.unflatten(spec, whole)))
+            finally:
+                _replaying.reset(token)
+            return tuple(out)
+
+        live = [axis for axis in bound().values() if axis.index is not None]
+        axes = tuple(replace(axis, index=None) for axis in live)
+        out = _Remat.apply(flat, axes, len(tensors), *tensors, *(axis.index for axis in live))
+        return pytree.unflatten(out_spec, out)
+
+    return rematerialized
+
+
+class _Remat(torch.autograd.Function):
+    """(fn, axes still to bind, number of tensors, *tensors, *the axes' rank indices) -> fn(*tensors)."""
+
+    @staticmethod
+    def forward(fn: Callable[..., tuple[Tensor, ...]], axes: tuple[Axis, ...], count: int, *operands: Tensor) -> Any:
+        # A Function may not return an operand itself.
+        return tuple(x.view_as(x) if any(x is y for y in operands) else x for x in fn(*operands[:count]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.fn, ctx.axes, ctx.count, *operands = inputs
+        ctx.save_for_backward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # torch.func.vjp calls this after its level has ended, and what was saved there still wears the level's wrapper.
+        # Operators look through a dead wrapper; the Functions inside `fn` would not.
+        saved = unwrap_dead_wrappers(ctx.saved_tensors)
+        values, indices = saved[: ctx.count], saved[ctx.count :]
+        moving = [i for i, x in enumerate(values) if x.is_floating_point()]
+
+        def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(moving, floats, strict=True))
+            return tuple(ctx.fn(*(given.get(i, x) for i, x in enumerate(values))))
+
+        with contextlib.ExitStack() as stack:  # this may run on another thread, where nothing is bound
+            for axis, index in zip(ctx.axes, indices, strict=True):
+                stack.enter_context(bind(replace(axis, index=index)))
+            _, vjp = torch.func.vjp(of_floats, *(values[i] for i in moving))
+            found = vjp(cotangents, retain_graph=torch.is_grad_enabled())  # a second graph only where one is wanted
+        grads = dict(zip(moving, found, strict=True))
+        return None, None, None, *(grads.get(i) for i in range(len(values))), *(None for _ in indices)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], fn: Any, axes: Any, count: int, *operands: Tensor) -> Any:
+        value_dims, index_dims = in_dims[3 : 3 + count], in_dims[3 + count :]
+        mine = [axis for axis, dim in zip(axes, index_dims, strict=True) if dim is not None]
+        if not mine:
+            raise ValueError(
+                "rematerialize: it lies inside a vmap that is no axis of fcp.simulate; leave remat off there, or write "
+                "the batch dimension out"
+            )
+        (axis,) = mine
+        dims: list[int | None] = []
+
+        def below(*values: Tensor) -> tuple[Tensor, ...]:
+            out, found = map_ranks(fn, axis.name, axis.size, values, value_dims, axis.used)
+            dims[:] = found
+            return tuple(out)
+
+        kept = [(a, index) for a, index in zip(axes, operands[count:], strict=True) if a is not axis]
+        out = _Remat.apply(below, tuple(a for a, _ in kept), count, *operands[:count], *(i for _, i in kept))
+        return out, tuple(dims)

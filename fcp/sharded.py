@@ -1,0 +1,180 @@
+"""What every transform returns: a model function that knows how its parameters lie over the axes.
+
+Problem. Transforms must compose in any order, and a parameter's gradient needs exactly one sum over every axis over
+which its uses differ: none is a silent error, two is a silent error. If each transform marked the parameters by
+itself, whether cp had been summed would depend on which transform came first.
+
+Idea. How a leaf lies is data, a `Placement`: the slices cut from it, the axes over which it is stored in pieces and
+gathered for use, and the axes over which it is used in differing ways. A transform only *states* what it adds
+(`place`), and what it does to the batch and the Ops (`run`); a `Sharded` record chains these. Only when all is known does the
+outermost one act: each leaf is sharded as its placement says, and gets one `pvary` over the axes that no slice or
+gather already accounts for. So the order of the transforms cannot matter.
+
+A leaf that is stored in pieces is handed to the model as a `Piece`. It becomes a tensor in `Ops.layer` (see
+`shard_params`); a model that reads a parameter outside of `ops.layer` meets the Piece, not a wrong tensor.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp import pytree
+from fcp._prepare import prepare
+from fcp.axes import axis_size, bound
+from fcp.collectives import pvary, shard
+from fcp.ops import LOCAL, Ops
+from fcp.typing import Inputs, ModelFn, Output, Params, Rules, Split
+
+__all__ = ["Piece", "Placement", "Sharded", "add_varying", "base_model", "pad_to", "pad_to_multiple"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one parameter lies over the axes.
+
+    Attributes:
+        slices: (axis, Split) cut from the leaf, in order; the ranks compute with their slice.
+        stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use.
+        varies: the axes over whose ranks the leaf's uses differ.
+    """
+
+    slices: tuple[tuple[str, Split], ...] = ()
+    stored: tuple[str, ...] = ()
+    varies: frozenset[str] = frozenset()
+
+
+@pytree.node("axes", "size")
+@dataclass(frozen=True)
+class Piece:
+    """This rank's piece of a leaf stored over `axes`: `value` [ceil(size / ranks), ...] of a leaf [size, ...]."""
+
+    value: Tensor
+    axes: tuple[str, ...]
+    size: int
+
+
+Place = Callable[[dict[str, Placement], Shapes], dict[str, Placement]]
+Run = Callable[[ModelFn, Params, Inputs, Ops], Output]
+
+
+def _add_nothing(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
+    return placements
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model function under transforms: global parameters and batch in, global loss and logits out.
+
+    Attributes:
+        inner: the model function that the last transform was applied to.
+        name: what that transform is, as `ulysses(cp)`.
+        run: (inner on local values, local params, inputs, ops) -> Output: what it does to the batch and the Ops.
+        place: (placements so far, shapes) -> placements: what it adds to each leaf's placement.
+    """
+
+    inner: ModelFn
+    name: str
+    run: Run = field(repr=False)
+    place: Place = field(default=_add_nothing, repr=False)
+
+    def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
+        prepared = prepare(inputs)
+        placements = self.placements(params)
+        return self.on_local(pytree.map_with_path(lambda path, x: _lay(x, placements[path]), params), prepared, ops)
+
+    def on_local(self, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        """The function on parameters that are laid out already."""
+        inner = self.inner.on_local if isinstance(self.inner, Sharded) else self.inner
+        return self.run(inner, params, inputs, ops)
+
+    def placements(self, params: Params) -> dict[str, Placement]:
+        """The placement of every leaf, by path, from the transforms' statements, innermost first."""
+        leaves, names = pytree.leaves(params), pytree.paths(params)
+        shapes = {path: tuple(x.shape) for path, x in zip(names, leaves, strict=True)}
+        chain: list[Sharded] = []
+        here: Any = self
+        while isinstance(here, Sharded):
+            chain.append(here)
+            here = here.inner
+        found = {path: Placement() for path in shapes}
+        for each in reversed(chain):
+            found = each.place(found, shapes)
+        return found
+
+    @property
+    def applied(self) -> tuple[str, ...]:
+        """The transforms, innermost first, as ("shard_seq(cp)", "ulysses(cp)")."""
+        before = self.inner.applied if isinstance(self.inner, Sharded) else ()
+        return (*before, self.name)
+
+    @property
+    def config(self) -> Any:
+        return getattr(base_model(self), "config", None)
+
+    @property
+    def rules(self) -> Rules | None:
+        return getattr(base_model(self), "rules", None)
+
+
+def base_model(fn: ModelFn) -> ModelFn:
+    """The model function under all transforms."""
+    while isinstance(fn, Sharded):
+        fn = fn.inner
+    return fn
+
+
+def add_varying(axis: str) -> Place:
+    """The statement of a transform that splits the batch over `axis`: every leaf is used differently by each rank."""
+
+    def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
+        return {path: replace(p, varies=p.varies | {axis}) for path, p in placements.items()}
+
+    return place
+
+
+def _lay(x: Tensor, placement: Placement) -> Tensor | Piece:
+    """One global leaf to what this rank computes with."""
+    accounted = set(placement.stored)
+    for axis, split in placement.slices:
+        x = _cut(x, axis, split)
+        accounted.add(axis)
+    piece = _store(x, placement.stored) if placement.stored else x
+    rest = tuple(name for name in bound() if name in placement.varies and name not in accounted)
+    unbound = sorted(placement.varies - accounted - set(rest))
+    if unbound:
+        axis_size(unbound[0])  # raises the NameError of an unbound axis
+    return pytree.map(lambda value: pvary(value, rest), piece) if rest else piece
+
+
+def _cut(x: Tensor, axis: str, split: Split) -> Tensor:
+    size, dim = axis_size(axis), split.dim % x.dim()
+    if split.vocab:
+        return shard(pad_to_multiple(x, size, dim), axis, dim=dim)
+    if split.pieces is not None and size > 1:
+        # [q; k; v] to rank-major order: slice r of each piece side by side, so that one equal cut gives rank r its own.
+        parts = [piece.unflatten(dim, (size, -1)) for piece in x.split(split.pieces, dim)]
+        x = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+    return shard(x, axis, dim=dim)
+
+
+def _store(x: Tensor, axes: tuple[str, ...]) -> Tensor | Piece:
+    return Piece(shard(pad_to_multiple(x, axis_size(axes), 0), axes, dim=0), axes, x.shape[0])
+
+
+def pad_to_multiple(x: Tensor, size: int, dim: int, value: float | int | bool = 0) -> Tensor:
+    """Pads the end of `dim` with `value` to the next multiple of `size`."""
+    return pad_to(x, -(-x.shape[dim] // size) * size, dim, value)
+
+
+def pad_to(x: Tensor, length: int, dim: int, value: float | int | bool = 0) -> Tensor:
+    """Pads the end of `dim` with `value` to `length`; `x` itself where none is needed."""
+    if x.shape[dim] == length:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_full(shape, value)], dim)

@@ -1,0 +1,1 @@
+"""Transforms: each takes a model function and returns one of the same signature. None imports another."""

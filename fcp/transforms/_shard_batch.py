@@ -1,0 +1,51 @@
+"""shard_batch: each rank computes whole rows of the batch (data parallelism: axis dp, and the batch half of fsdp).
+
+The loss needs nothing new. Every rank's loss is its rows' sum over the one global count of targets, which was taken
+before anything was split, so the ranks' losses simply add up; a rank whose rows have no target adds zero.
+"""
+
+from dataclasses import replace
+
+from fcp import pytree
+from fcp.axes import axis_size
+from fcp.collectives import psum, shard, unshard
+from fcp.ops import Ops
+from fcp.sharded import Sharded, add_varying
+from fcp.typing import Inputs, ModelFn, Output, Params
+
+__all__ = ["shard_batch"]
+
+
+def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
+    """Splits the rows of the batch over `axis`: [batch, seq] to [batch_local, seq].
+
+    Args:
+        model_fn: any model function.
+        axis: the axis whose ranks get different rows.
+
+    Raises:
+        ValueError: when called, if the number of rows is not a multiple of the axis size.
+    """
+
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        rows, size = inputs.positions.shape[0], axis_size(axis)
+        if rows % size:
+            raise ValueError(
+                f"shard_batch: {axis}={size} does not divide a batch of {rows} rows; give a multiple of {size} rows, or "
+                f"split the sequence instead (cp)"
+            )
+
+        local = replace(
+            inputs,
+            **{
+                name: pytree.map(lambda x: shard(x, axis, dim=0), getattr(inputs, name))
+                for name in ("tokens", "embeds", "positions", "targets", "mask")
+            },
+        )
+        out = inner(params, local, ops)
+        return Output(
+            loss=None if out.loss is None else psum(out.loss, axis),
+            logits=None if out.logits is None else unshard(out.logits, axis, dim=0),
+        )
+
+    return Sharded(model_fn, f"shard_batch({axis})", run, add_varying(axis))

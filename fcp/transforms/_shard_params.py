@@ -1,0 +1,231 @@
+"""shard_params: each rank holds a part of every parameter, by rules (tensor parallelism) or by gather (FSDP).
+
+**By rules** (Shoeybi et al. 2019, section 3). The model's rules say which dim of which leaf is cut; the rank computes with
+its slice. `enter` marks where split work begins (`pvary`: its gradient is summed), `leave` adds up what the ranks found
+(`psum`). The vocabulary is split too: a token's row lives on one rank, and the loss reduces three numbers a token. A
+vocabulary that the ranks do not divide is padded; padded columns are cut off before anything reads them. A leaf that
+split work reads whole (`Shared`) is marked varying, so that its gradient is the sum of the ranks'.
+
+**By gather** (ZeRO stage 3: Rajbhandari et al. 2020, section 5). Every leaf is stored in equal pieces of dim 0. A layer's pieces
+are gathered where the layer begins and freed where it ends; its backward gathers them again, because the layer is
+rematerialised, and leaves each rank the sum of its piece (`psum_scatter`). Storage over (fsdp, cp) needs no other sum
+over these axes.
+
+Both may be applied, in either order: the slice is cut first, then stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fcp import pytree
+from fcp.axes import Axes, axis_index, axis_size, names_of
+from fcp.collectives import all_gather, pmax, psum, pvary, unshard
+from fcp.loss import token_losses
+from fcp.ops import Ops
+from fcp.remat import rematerialize
+from fcp.sharded import Piece, Placement, Shapes, Sharded, base_model
+from fcp.typing import Inputs, ModelFn, Output, Params, Rule, Rules, Shared, Split
+
+__all__ = ["check_rules", "indivisible", "shard_params"]
+
+
+def shard_params(model_fn: ModelFn, *, axis: Axes = "tp", how: Literal["rules", "gather"] | None = None) -> Sharded:
+    """Splits the parameters over `axis`.
+
+    Args:
+        model_fn: by rules, a model with `rules`; by gather, any model function that calls its layers through `ops.layer`.
+        axis: by rules one name; by gather one name or several (the product, as ("fsdp", "cp")).
+        how: "rules" or "gather"; by default "gather" where "fsdp" is among the names, else "rules".
+
+    Raises:
+        ValueError: by rules: the model has none, several axes are named, or, when called, a leaf matches no rule or
+            several, a rule matches no leaf, or the axis does not divide what a rule splits. By gather, when called: the
+            model never calls `ops.layer`.
+    """
+    names = names_of(axis)
+    how = how or ("gather" if "fsdp" in names else "rules")
+    if how == "gather":
+        return _by_gather(model_fn, names)
+    if how != "rules":
+        raise ValueError(f"shard_params: how={how!r}; it is 'rules' or 'gather'")
+    if len(names) != 1:
+        raise ValueError(
+            f"shard_params: rules split over one axis, not {names}; for storage over several, how='gather'"
+        )
+    rules = getattr(base_model(model_fn), "rules", None)
+    if rules is None:
+        raise ValueError(
+            f"shard_params: {base_model(model_fn)!r} has no rules, so nothing says how its parameters split over "
+            f"{names[0]!r}. Wrap it as fcp.Model(config, apply, init, rules), or store them with how='gather'."
+        )
+    return _by_rules(model_fn, names[0], rules)
+
+
+# --- by rules ---------------------------------------------------------------------------------------------------------
+
+
+def check_rules(rules: Rules, shapes: Shapes) -> dict[str, Rule]:
+    """The one rule of each leaf, by path.
+
+    Raises:
+        ValueError: a leaf that no rule or several match, a rule that matches no leaf, a dim that a leaf does not have,
+            pieces that do not add up; all of them at once.
+    """
+    wrong: list[str] = []
+    found: dict[str, Rule] = {}
+    unused = set(rules)
+    for path, shape in shapes.items():
+        matching = [pattern for pattern in rules if fnmatchcase(path, pattern)]
+        unused -= set(matching)
+        if len(matching) != 1:
+            wrong.append(f"{path} matches {'no rule' if not matching else ' and '.join(matching)}")
+            continue
+        rule = found[path] = rules[matching[0]]
+        if isinstance(rule, Split):
+            if not -len(shape) <= rule.dim < len(shape):
+                wrong.append(f"{path} of shape {shape} has no dim {rule.dim}")
+            elif rule.pieces is not None and sum(rule.pieces) != shape[rule.dim]:
+                wrong.append(f"{path}: pieces {rule.pieces} do not add up to {shape[rule.dim]}")
+    wrong += [f"rule {pattern} matches no parameter" for pattern in unused]
+    if wrong:
+        raise ValueError(
+            f"shard_params: {'; '.join(sorted(wrong))}. Every leaf needs exactly one rule, every rule a leaf."
+        )
+    return found
+
+
+def indivisible(rules: Rules, axis: str, size: int, shapes: Shapes | None = None) -> list[str]:
+    """What `size` ranks of `axis` cannot split evenly, in words; without `shapes`, what the rules alone can tell."""
+    wrong = []
+    by_path = rules.items() if shapes is None else check_rules(rules, shapes).items()
+    for path, rule in by_path:
+        if not isinstance(rule, Split) or rule.vocab:
+            continue
+        counts = [] if rule.blocks is None else [("blocks", rule.blocks)]
+        counts += [("entries in a piece", piece) for piece in rule.pieces or ()]
+        if shapes is not None and not rule.pieces:
+            counts.append(("entries", shapes[path][rule.dim]))
+        wrong += [
+            f"{path}: {axis}={size} does not divide {n} {what} of dim {rule.dim}" for what, n in counts if n % size
+        ]
+    return wrong
+
+
+def _by_rules(model_fn: ModelFn, axis: str, rules: Rules) -> Sharded:
+    def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
+        by_path = check_rules(rules, shapes)
+        wrong = indivisible(rules, axis, axis_size(axis), shapes)
+        if wrong:
+            raise ValueError(f"shard_params: {'; '.join(wrong)}. Choose a size that divides them.")
+
+        def add(p: Placement, rule: Rule) -> Placement:
+            if isinstance(rule, Split):
+                return replace(p, slices=(*p.slices, (axis, rule)))
+            return replace(p, varies=p.varies | {axis}) if isinstance(rule, Shared) else p
+
+        return {path: add(p, by_path[path]) for path, p in placements.items()}
+
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        return inner(params, inputs, _tensor_parallel(ops, axis, _vocabulary(rules)))
+
+    return Sharded(model_fn, f"shard_params({axis})", run, place)
+
+
+def _vocabulary(rules: Rules) -> int | None:
+    sizes = {rule.vocab for rule in rules.values() if isinstance(rule, Split)} - {None}
+    if len(sizes) > 1:
+        raise ValueError(f"shard_params: the rules name vocabularies of {sorted(map(str, sizes))} tokens; there is one")
+    return next(iter(sizes), None)
+
+
+def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
+    def enter(x: Tensor) -> Tensor:
+        return pvary(ops.enter(x), axis)
+
+    def leave(x: Tensor) -> Tensor:
+        return ops.leave(psum(x, axis))
+
+    def embed(ids: Tensor, table: Tensor) -> Tensor:
+        local = ids - _first(table)
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = ops.embed(torch.where(mine, local, 0), table)
+        return psum(torch.where(mine.unsqueeze(-1), rows, 0.0), axis)
+
+    def loss(
+        hidden: Tensor, table: Tensor, targets: Tensor | None, *, logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        scores = torch.nn.functional.linear(pvary(hidden, axis), table)
+        total = None
+        if targets is not None:
+            total = token_losses(
+                hide_padding(scores),
+                targets,
+                first=_first(table),
+                reduce_max=lambda x: pmax(x, axis),
+                reduce_sum=lambda x: psum(x, axis),
+            ).sum()
+        return total, (unshard(scores, axis, dim=-1)[..., :vocab] if logits else None)
+
+    def hide_padding(scores: Tensor) -> Tensor:
+        if vocab is None or scores.shape[-1] * axis_size(axis) == vocab:
+            return scores
+        column = torch.arange(scores.shape[-1], device=scores.device) + _first(scores.mT)
+        return scores.masked_fill(column >= vocab, -torch.inf)
+
+    def _first(table: Tensor) -> Tensor:
+        """The token id of the first row of `table` [vocab_local, hidden] on this rank."""
+        return axis_index(axis).to(table.device) * table.shape[-2]
+
+    return replace(ops, enter=enter, leave=leave, embed=embed, loss=loss)
+
+
+# --- by gather --------------------------------------------------------------------------------------------------------
+
+
+def _by_gather(model_fn: ModelFn, names: tuple[str, ...]) -> Sharded:
+    def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
+        stored = {path for path, p in placements.items() if p.stored}
+        if stored:
+            raise ValueError(f"shard_params: the parameters are stored over {placements[stored.pop()].stored} already")
+        # A scalar has no dim to store in pieces: it stays whole on every rank, and its uses differ between them.
+        return {
+            path: replace(p, stored=names) if shapes[path] else replace(p, varies=p.varies | set(names))
+            for path, p in placements.items()
+        }
+
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        called: list[bool] = []
+
+        def layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
+            called.append(True)
+
+            def gathered(pieces: Params, *args: Any) -> Any:
+                return fn(pytree.map(_gather, pieces, is_leaf=_is_piece), *args)
+
+            return ops.layer(rematerialize(gathered), layer_params, *args)
+
+        out = inner(params, inputs, replace(ops, layer=layer))
+        if not called:
+            raise ValueError(
+                f"shard_params: the model never called ops.layer, so nothing gathered the parameters stored over "
+                f"{names}. Call every layer through ops.layer(fn, layer_params, ...)."
+            )
+        return out
+
+    return Sharded(model_fn, f"shard_params({' x '.join(names)})", run, place)
+
+
+def _is_piece(x: Any) -> bool:
+    return isinstance(x, Piece)
+
+
+def _gather(x: Any) -> Any:
+    if not isinstance(x, Piece):
+        return x
+    whole = all_gather(x.value, x.axes, dim=0)
+    return whole if whole.shape[0] == x.size else whole[: x.size]

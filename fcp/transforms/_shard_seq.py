@@ -1,0 +1,92 @@
+"""shard_seq: each rank computes one slice of the sequence (context parallelism).
+
+What is split: tokens, positions, targets. What is not: the description of the mask, which is a fact about the whole
+sequence. Targets were shifted and counted before (`prepare`), so a slice's last token keeps the next slice's first token
+as its target, and the ranks' losses add up.
+
+A sequence that the ranks do not divide is padded here, and all of it together: tokens with the pad token, embeddings
+with zeros, positions going on, targets ignored, and the mask's description by as many invisible tokens. The logits come
+back at the caller's length.
+
+Attention still has to bring the slices together: compose with `ulysses` over the same axis. Alone, on a model with
+attention, this raises; a model whose every step acts on each token by itself needs no more.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fcp import pytree
+from fcp.axes import axis_size
+from fcp.collectives import psum, shard, unshard
+from fcp.masks import Mask
+from fcp.ops import Ops
+from fcp.sharded import Sharded, add_varying, base_model, pad_to_multiple
+from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params
+
+__all__ = ["shard_seq"]
+
+
+def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
+    """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local].
+
+    Args:
+        model_fn: any model function.
+        axis: the axis whose ranks get different slices.
+
+    Returns:
+        The same function of whole sequences of any length; lengths that the axis does not divide are padded.
+    """
+    config = getattr(base_model(model_fn), "config", None)
+    pad_token = getattr(config, "pad_token_id", None) or 0
+
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        seq = inputs.positions.shape[1]
+        padded = _pad(inputs, axis_size(axis), pad_token)
+        local = replace(
+            padded,
+            **{
+                name: pytree.map(lambda x: shard(x, axis, dim=1), getattr(padded, name))
+                for name in ("tokens", "embeds", "positions", "targets")
+            },
+        )
+        out = inner(params, local, ops)
+        return Output(
+            loss=None if out.loss is None else psum(out.loss, axis),
+            logits=None if out.logits is None else unshard(out.logits, axis, dim=1)[:, :seq],
+        )
+
+    return Sharded(model_fn, f"shard_seq({axis})", run, add_varying(axis))
+
+
+def _pad(inputs: Inputs, size: int, pad_token: int) -> Inputs:
+    short = -inputs.positions.shape[1] % size
+    if not short:
+        return inputs
+    mask = inputs.mask
+
+    def pad(x: Tensor | None, value: int | bool) -> Tensor | None:
+        return None if x is None else pad_to_multiple(x, size, 1, value)
+
+    # A pad key comes after every real query, so causality hides it; where validity is kept, it says so too.
+    return replace(
+        inputs,
+        tokens=pad(inputs.tokens, pad_token),
+        embeds=pad(inputs.embeds, 0),
+        positions=_continue(inputs.positions, short),
+        targets=pad(inputs.targets, IGNORED),
+        mask=Mask(
+            positions=_continue(mask.positions, short),
+            documents=None
+            if mask.documents is None
+            else torch.cat([mask.documents, mask.documents[:, -1:].expand(-1, short)], 1),
+            valid=pad(mask.valid, False),
+            consecutive=mask.consecutive,
+        ),
+    )
+
+
+def _continue(positions: Tensor, short: int) -> Tensor:
+    steps = torch.arange(1, short + 1, device=positions.device)
+    return torch.cat([positions, positions[:, -1:] + steps], 1)

@@ -1,0 +1,123 @@
+"""Rotary position embeddings and their scalings (Su et al. 2021, section 3.4), shared by the families.
+
+Everything here is computed from position ids, never from a local length. One scaling, "dynamic", depends on how long the
+sequence is: it reads `num_positions`, counted once on the whole batch, because a slice would take its own.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["apply_rope", "check_rope", "rope_tables"]
+
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def check_rope(scaling: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for a scaling that is not among `TYPES` or lacks one of its numbers."""
+    if not scaling:
+        return
+    kind = rope_type(scaling)
+    if kind not in TYPES:
+        raise ValueError(f"rope_scaling: type {kind!r} is not supported; supported are {', '.join(TYPES)}")
+    needs = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    missing = [name for name in needs.get(kind, () if kind == "default" else ("factor",)) if scaling.get(name) is None]
+    if missing:
+        raise ValueError(f"rope_scaling: type {kind!r} needs {', '.join(missing)}")
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    scaling = scaling or {}
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def rope_tables(
+    positions: Int[Tensor, "batch seq"],
+    num_positions: Int[Tensor, ""],
+    *,
+    dim: int,
+    theta: float,
+    max_position_embeddings: int,
+    scaling: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "batch 1 seq dim"], Float[Tensor, "batch 1 seq dim"]]:
+    """cos and sin of each position's angles, computed in float32 or wider and given in `dtype`.
+
+    Args:
+        positions: position ids.
+        num_positions: the largest position id of the whole batch, plus one.
+        dim: the size of a head.
+        theta: the base wavelength.
+        max_position_embeddings: the length the model was made for.
+        scaling: config.json's `rope_scaling`, or None.
+        dtype: of the result.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    exponent = torch.arange(0, dim, 2, device=positions.device, dtype=wide) / dim
+    kind = rope_type(scaling)
+    factor = float((scaling or {}).get("factor") or 1.0)
+    gain = 1.0
+    if kind == "dynamic":
+        length = num_positions.clamp(min=max_position_embeddings).to(wide)
+        stretch = factor * length / max_position_embeddings - (factor - 1)
+        frequency = (theta * stretch ** (dim / (dim - 2))) ** -exponent
+    else:
+        frequency = theta**-exponent
+    if kind == "linear":
+        frequency = frequency / factor
+    elif kind == "yarn":
+        assert scaling is not None
+        frequency, gain = _yarn(frequency, scaling, dim, theta, max_position_embeddings)
+    elif kind == "llama3":
+        assert scaling is not None
+        frequency = _llama3(frequency, scaling)
+    angles = positions[..., None].to(wide) * frequency
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
+
+
+def _llama3(frequency: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling["factor"])
+
+
+def _yarn(frequency: Tensor, scaling: Mapping[str, Any], dim: int, theta: float, length: int) -> tuple[Tensor, float]:
+    """Frequencies by parts, and the gain on cos and sin (Peng et al. 2023, sections 3.2 and 3.4)."""
+    original = scaling.get("original_max_position_embeddings") or length
+    factor = scaling["factor"]
+
+    def pair(turns: float) -> float:
+        """The pair of dims that makes this many turns over the original length."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    index = torch.arange(dim // 2, device=frequency.device, dtype=frequency.dtype)
+    stretched = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def gain(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    given, mscale, mscale_all = (scaling.get(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is None:
+        given = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
+    return frequency * (1 - stretched) + frequency / factor * stretched, float(given)
+
+
+def apply_rope(
+    x: Float[Tensor, "batch heads seq dim"],
+    cos: Float[Tensor, "batch 1 seq dim"],
+    sin: Float[Tensor, "batch 1 seq dim"],
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Rotates each pair (x_i, x_{i + dim/2}) by its position's angle."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin

@@ -1,0 +1,382 @@
+"""Llama as a pure function, and what makes it also Mistral, Qwen2, Qwen3 and SmolLM.
+
+    Llama     Touvron et al. 2023, section 2.2      rotary positions, RMS norms, gated MLP, grouped heads
+    Mistral   Jiang et al. 2023, section 2          + a sliding window on every layer
+    Qwen2     Yang et al. 2024, section 2.2         + biases on q, k and v; windows on some layers
+    Qwen3     Yang et al. 2025, section 2           + an RMS norm on each query and key head
+    SmolLM    Allal et al. 2025                     Llama with tied embeddings
+
+Read from top to bottom: the config, the function (`apply`), its layer, how parameters are made and named, how they may be
+split, and how a checkpoint is read and written. Parameters are nested as the checkpoint names them, so a leaf's
+path is its tensor's name.
+
+Nothing here knows an axis. Sizes that a transform may make local (heads, the width of the MLP) are read off the weights.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from fcp import huggingface, pytree
+from fcp.loss import mean_loss
+from fcp.masks import Mask
+from fcp.model import Model
+from fcp.ops import Ops
+from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
+from models._rope import apply_rope, check_rope, rope_tables
+
+__all__ = ["Config", "load", "model", "save", "tiny"]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model; fields carry config.json's names.
+
+    `layer_types` says for each layer "full_attention" or "sliding_attention"; None: every layer slides where
+    `sliding_window` is set. A window of W means W keys, the query itself included.
+    """
+
+    model_type: str = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.model_type not in FAMILIES:
+            wrong.append(f"model_type {self.model_type!r} is none of {', '.join(FAMILIES)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            wrong.append(f"{self.num_key_value_heads} kv heads do not divide {self.num_attention_heads} query heads")
+        if self.head_dim % 2:
+            wrong.append(f"head_dim {self.head_dim} is odd, and rotary positions rotate pairs")
+        if self.layer_types is not None:
+            unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+            if unknown or len(self.layer_types) != self.num_hidden_layers:
+                wrong.append(f"layer_types {self.layer_types} for {self.num_hidden_layers} layers")
+            if "sliding_attention" in self.layer_types and self.sliding_window is None:
+                wrong.append("layer_types has sliding_attention, and sliding_window is None")
+        if wrong:
+            raise ValueError(f"llama.Config: {'; '.join(wrong)}")
+        check_rope(self.rope_scaling)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias or self.model_type == "qwen2"
+
+    @property
+    def output_bias(self) -> bool:
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer, None for full attention."""
+        slides = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None
+
+
+def model(config: Config) -> Model:
+    """The model of a config."""
+    return Model(config=config, apply=partial(apply, config), init=partial(init, config), rules=rules(config))
+
+
+def tiny(**overrides: Any) -> Model:
+    """A small model in the real architecture (vocab 64, width 32, 2 layers, 4 query and 2 kv heads of 8)."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    return model(Config(**{**sizes, **overrides}))
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
+    """The loss and logits of a batch."""
+    body = params["model"]
+    if inputs.embeds is None:
+        x = ops.layer(partial(_embed, ops), body["embed_tokens"], inputs.tokens)
+    else:
+        x = inputs.embeds
+    cos, sin = rope_tables(
+        inputs.positions,
+        inputs.num_positions,
+        dim=config.head_dim,
+        theta=config.rope_theta,
+        max_position_embeddings=config.max_position_embeddings,
+        scaling=config.rope_scaling,
+        dtype=x.dtype,
+    )
+    for index, layer_params in enumerate(body["layers"]):
+        x = ops.layer(partial(_layer, config, config.window(index), ops), layer_params, x, cos, sin, inputs.mask)
+    table = body["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    total, logits = ops.layer(partial(_head, config, ops), {"norm": body["norm"], "table": table}, x, inputs.targets)
+    return Output(mean_loss(total, inputs.num_targets), logits)
+
+
+def _embed(ops: Ops, params: Params, tokens: Tensor) -> Tensor:
+    return ops.embed(tokens, params["weight"])
+
+
+def _head(config: Config, ops: Ops, params: Params, x: Tensor, targets: Tensor | None) -> Any:
+    return ops.loss(_norm(config, x, params["norm"]["weight"]), params["table"]["weight"], targets)
+
+
+def _layer(
+    config: Config,
+    window: int | None,
+    ops: Ops,
+    params: Params,
+    x: Float[Tensor, "batch seq hidden"],
+    cos: Tensor,
+    sin: Tensor,
+    mask: Mask,
+) -> Float[Tensor, "batch seq hidden"]:
+    x = x + _attention(
+        config, window, ops, params["self_attn"], _norm(config, x, params["input_layernorm"]["weight"]), cos, sin, mask
+    )
+    return x + _mlp(ops, params["mlp"], _norm(config, x, params["post_attention_layernorm"]["weight"]))
+
+
+def _attention(
+    config: Config,
+    window: int | None,
+    ops: Ops,
+    params: Params,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Mask,
+) -> Tensor:
+    def heads(name: str) -> Float[Tensor, "batch heads seq dim"]:
+        return _project(x, params[name]).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+
+    x = ops.enter(x)
+    q, k, v = heads("q_proj"), heads("k_proj"), heads("v_proj")
+    if config.qk_norm:
+        q, k = _norm(config, q, params["q_norm"]["weight"]), _norm(config, k, params["k_norm"]["weight"])
+    out = ops.attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask, window=window)
+    return _join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
+
+
+def _mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
+    x = ops.enter(x)
+    return _join(ops, silu(_project(x, params["gate_proj"])) * _project(x, params["up_proj"]), params["down_proj"])
+
+
+def _project(x: Tensor, params: Params) -> Tensor:
+    return linear(x, params["weight"], params.get("bias"))
+
+
+def _join(ops: Ops, x: Tensor, params: Params) -> Tensor:
+    """The projection that ends split work: the ranks' parts are summed, then the bias is added once."""
+    x = ops.leave(linear(x, params["weight"]))
+    return x + params["bias"] if "bias" in params else x
+
+
+def _norm(
+    config: Config, x: Float[Tensor, "*lead width"], weight: Float[Tensor, " width"]
+) -> Float[Tensor, "*lead width"]:
+    """x / rms(x) * weight over the last dim, the mean in float32 or wider (Zhang and Sennrich 2019)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    return weight * wide.to(x.dtype)
+
+
+# --- its parameters ---------------------------------------------------------------------------------------------------
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, by its name in a checkpoint."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_hidden_layers):
+        matrices = {
+            "self_attn.q_proj": (queries, hidden, config.qkv_bias),
+            "self_attn.k_proj": (keys, hidden, config.qkv_bias),
+            "self_attn.v_proj": (keys, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, queries, config.output_bias),
+            "mlp.gate_proj": (width, hidden, config.mlp_bias),
+            "mlp.up_proj": (width, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, width, config.mlp_bias),
+        }
+        for name, (rows, columns, bias) in matrices.items():
+            found[f"model.layers.{index}.{name}.weight"] = (rows, columns)
+            if bias:
+                found[f"model.layers.{index}.{name}.bias"] = (rows,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{index}.{name}.weight"] = (hidden,)
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                found[f"model.layers.{index}.self_attn.{name}.weight"] = (config.head_dim,)
+    found["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, hidden)
+    return found
+
+
+def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
+    """Parameters drawn from `seed`: normal matrices, unit norms, zero biases."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=dtype)
+        if "norm" in name:
+            return torch.ones(shape, dtype=dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * config.initializer_range).to(dtype)
+
+    return pytree.nest({name: draw(name, shape) for name, shape in shapes(config).items()})
+
+
+def rules(config: Config) -> Rules:
+    """How each tensor may be split: queries, keys and the MLP by output, what follows them by input, the vocabulary."""
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    by_module = {
+        "self_attn.q_proj": Split(0, blocks=heads),
+        "self_attn.k_proj": Split(0, blocks=kv_heads),
+        "self_attn.v_proj": Split(0, blocks=kv_heads),
+        "self_attn.o_proj": Split(1, blocks=heads),
+        "self_attn.q_norm": Shared(),
+        "self_attn.k_norm": Shared(),
+        "mlp.gate_proj": Split(0, blocks=width),
+        "mlp.up_proj": Split(0, blocks=width),
+        "mlp.down_proj": Split(1, blocks=width),
+        "input_layernorm": Replicated(),
+        "post_attention_layernorm": Replicated(),
+    }
+    found: dict[str, Any] = {}
+    for name in shapes(config):
+        if ".layers." not in name:
+            found[name] = Replicated() if "norm" in name else Split(0, vocab=config.vocab_size)
+            continue
+        module, _, kind = name.split(".", 3)[3].rpartition(".")
+        rule = by_module[module]
+        if kind == "bias" and isinstance(rule, Split):  # the bias of an output split is split; that of a sum is not
+            rule = Split(0, blocks=rule.blocks) if rule.dim == 0 else Replicated()
+        found[f"model.layers.*.{module}.{kind}"] = rule
+    return found
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def config_from_json(values: Mapping[str, Any]) -> Config:
+    """The Config of a config.json of one of `FAMILIES`.
+
+    Raises:
+        ValueError: another model type, or a setting that this file does not compute.
+    """
+    kind = values.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"models.llama: model_type {kind!r} is none of {', '.join(FAMILIES)}")
+    refused = []
+    if values.get("hidden_act", "silu") != "silu":
+        refused.append(f"hidden_act {values['hidden_act']!r} (silu is computed)")
+    if values.get("attention_dropout"):
+        refused.append(f"attention_dropout {values['attention_dropout']} (set it to 0)")
+    if refused:
+        raise ValueError(f"models.llama: {'; '.join(refused)}")
+    names = {field.name for field in dataclasses.fields(Config)}
+    found = {name: value for name, value in values.items() if name in names and value is not None}
+    # transformers 5 writes rope_theta and the scaling together, earlier versions apart.
+    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    found["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta", 10000.0))
+    found["rope_scaling"] = rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None
+    found.setdefault("num_key_value_heads", values["num_attention_heads"])
+    found.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    found.update(_windows(values))
+    return Config(**found)
+
+
+def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers slide: Mistral's all, Qwen's those listed (or from max_window_layers on) if it uses windows at all."""
+    kind, window = values["model_type"], values.get("sliding_window")
+    if kind == "llama" or (kind != "mistral" and not values.get("use_sliding_window", False)):
+        window = None
+    if window is None:
+        return {"sliding_window": None, "layer_types": None}
+    types, layers = values.get("layer_types"), values["num_hidden_layers"]
+    if types is None and kind != "mistral":
+        first = values.get("max_window_layers", layers)
+        types = ["full_attention" if index < first else "sliding_attention" for index in range(layers)]
+    return {"sliding_window": window, "layer_types": None if types is None else tuple(types)}
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """A config.json that transformers reads."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    del values["rope_scaling"], values["rope_theta"]
+    types = [
+        "full_attention" if config.window(index) is None else "sliding_attention"
+        for index in range(config.num_hidden_layers)
+    ]
+    values.update(rope_parameters=rope, hidden_act="silu", attention_dropout=0.0, layer_types=types)
+    if config.model_type.startswith("qwen"):
+        values["use_sliding_window"] = config.sliding_window is not None
+        values["max_window_layers"] = types.index("sliding_attention") if "sliding_attention" in types else len(types)
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    values["architectures"] = [f"{names[config.model_type]}ForCausalLM"]
+    return values
+
+
+def load(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Model, Params]:
+    """Reads a checkpoint: a folder with config.json and safetensors, or a GGUF file.
+
+    Args:
+        path: the folder or the file.
+        dtype: of the parameters; None keeps the checkpoint's.
+
+    Raises:
+        ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
+            shape, all named.
+    """
+    values, tensors = huggingface.read(path)
+    config = config_from_json(values)
+    huggingface.check_tensors(
+        path, shapes(config), tensors, tied={"lm_head.weight"} if config.tie_word_embeddings else ()
+    )
+    wanted = {name: tensors[name] if dtype is None else tensors[name].to(dtype) for name in shapes(config)}
+    return model(config), pytree.nest(wanted)
+
+
+def save(folder: str | Path, config: Config, params: Params) -> None:
+    """Writes config.json and model.safetensors, tensor for tensor, so that `load` and transformers read them back."""
+    tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
+    huggingface.write(folder, config_to_json(config), tensors)
