@@ -12,7 +12,9 @@ This file is the only door: what is not listed in `__all__` is private.
 """
 
 from fcp import masks
+from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
+from fcp._linear import linear
 from fcp._prepare import prepare
 from fcp._simulate import simulate
 from fcp._transform import Transformed, transform
@@ -33,7 +35,7 @@ from fcp.collectives import (
     shard,
     unshard,
 )
-from fcp.kernels import Kernel, Spec, attention, kernels, register_kernel
+from fcp.kernels import Kernel, Spec, kernels, register_kernel
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import LOCAL, Ops
@@ -75,6 +77,7 @@ __all__ = [
     "axis_size",
     "compare",
     "kernels",
+    "linear",
     "masks",
     "own_slice",
     "pmax",

@@ -1,12 +1,21 @@
 """`compare`: is the sharded function the same function? The answer as data.
 
-The promise of every transform is that loss, logits and each gradient leaf are those of the unsharded function. This
-measures it, with one number a leaf, worst first. A gradient leaf that is missing is an error, not a zero.
+Problem. A fault of sharding seldom raises: the loss is a little off, or it is exact and one gradient is half of what it
+should be. A single "all close" over everything hides which, and by how much.
+
+Idea. Loss, logits and each gradient leaf get one number, max |difference| / max |reference|, and the leaves are listed
+worst first. Nothing can pass by being absent: a leaf that is missing, one too many, another shape, an infinity or a
+NaN on either side is an infinite error.
+
+The one judgement is scale. A leaf whose gradient is zero in exact arithmetic (a key bias without rotary positions:
+softmax does not see it) holds rounding noise alone, and noise measured against noise is never small; so a leaf is
+measured against at least `FLOOR` of the largest gradient. What a dtype's rounding may amount to is `TOLERANCE`; its
+float32 bound has room for deep models (30 layers of a trained one differ by 2e-5, and every layer adds).
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +23,10 @@ from torch import Tensor
 
 from fcp import pytree
 from fcp._prepare import prepare
+from fcp._transform import Transformed
 from fcp._value_and_grad import value_and_grad
+from fcp.model import Model
+from fcp.sharded import Sharded
 from fcp.typing import Inputs, ModelFn, Params
 
 __all__ = ["LeafError", "Report", "compare", "relative_error"]
@@ -29,7 +41,14 @@ rounding noise (a leaf whose gradient is zero in exact arithmetic has no scale o
 
 @dataclass(frozen=True)
 class LeafError:
-    """The gradient of one leaf: `error` = max |sharded - reference| / its scale; inf where it is missing or NaN."""
+    """The gradient of one leaf.
+
+    Attributes:
+        path: the leaf's path, for a model its tensor's name in a checkpoint.
+        error: max |sharded - reference| / scale; inf where the leaf is missing, not finite, or of another shape.
+        scale: max |reference|, but at least FLOOR times the largest leaf's.
+        note: why the error is inf, or empty.
+    """
 
     path: str
     error: float
@@ -43,10 +62,10 @@ class Report:
 
     Attributes:
         reference_loss, loss: the two losses.
-        loss_error: relative.
-        logits_error: max |difference| / max |reference logit|; None where a function gives no logits.
+        loss_error: |difference| / |reference loss|.
+        logits_error: max |difference| / max |reference logit|; None where one of the functions gives no logits.
         leaves: one entry a gradient leaf, worst first.
-        tolerance: what `assert_close` accepts by default, by the dtype of the parameters.
+        tolerance: what `ok` and `assert_close` accept by default; it follows the dtype of the parameters.
         title: what was compared.
     """
 
@@ -64,15 +83,17 @@ class Report:
         return max([self.loss_error, self.logits_error or 0.0, *(leaf.error for leaf in self.leaves)])
 
     def ok(self, tolerance: float | None = None) -> bool:
+        """Whether no error exceeds `tolerance` (default: `self.tolerance`)."""
         return self.worst <= (self.tolerance if tolerance is None else tolerance)
 
     def assert_close(self, tolerance: float | None = None) -> None:
         """Raises AssertionError with the table if any error exceeds `tolerance` (default: `self.tolerance`)."""
         if not self.ok(tolerance):
-            raise AssertionError(f"not the same function (tolerance {tolerance or self.tolerance:g})\n{self}")
+            judged = self if tolerance is None else replace(self, tolerance=tolerance)
+            raise AssertionError(f"not the same function (tolerance {judged.tolerance:g})\n{judged}")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; errors that are inf become null-safe strings."""
+        """The report for JSON, which has no infinity: an error that is inf is the string "inf"."""
 
         def number(x: float | None) -> float | str | None:
             return x if x is None or math.isfinite(x) else str(x)
@@ -85,18 +106,27 @@ class Report:
             "loss": number(self.loss),
             "loss_error": number(self.loss_error),
             "logits_error": number(self.logits_error),
-            "gradients": [{"path": leaf.path, "error": number(leaf.error), "note": leaf.note} for leaf in self.leaves],
+            "worst_error": number(self.worst),
+            "gradients": [
+                {"path": leaf.path, "error": number(leaf.error), "scale": number(leaf.scale), "note": leaf.note}
+                for leaf in self.leaves
+            ],
         }
 
     def __rich__(self) -> Any:
-        from fcp.tables import report_table
+        from fcp.tables import report_view
 
-        return report_table(self)
+        return report_view(self)
 
     def __str__(self) -> str:
         from fcp.tables import render
 
         return render(self.__rich__())
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        from fcp.tables import mimebundle
+
+        return mimebundle(self.__rich__())
 
 
 def compare(
@@ -109,9 +139,9 @@ def compare(
 
     Args:
         reference: the unsharded model function.
-        sharded: the transformed one.
+        sharded: the transformed one, or any other that should be the same.
         params: global parameters; the default tolerance follows their dtype.
-        batch: a batch with labels.
+        batch: a batch with labels (see `fcp.prepare`).
 
     Returns:
         The errors as data; `print` shows a table, `assert_close()` raises.
@@ -122,12 +152,28 @@ def compare(
     inputs = prepare(batch)
     expected, expected_grads = value_and_grad(reference)(params, inputs)
     actual, actual_grads = value_and_grad(sharded)(params, inputs)
-    title = " vs ".join(type(fn).__name__ if not hasattr(fn, "axes") else repr(fn) for fn in (reference, sharded))
-    return report(expected, expected_grads, actual, actual_grads, title=title)
+    return report(expected, expected_grads, actual, actual_grads, title=f"{_name(sharded)} against {_name(reference)}")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """A model function in a few words: what was applied to it, or which model it is."""
+    if isinstance(fn, Transformed):
+        return repr(fn)
+    if isinstance(fn, Sharded):
+        return " . ".join(reversed(fn.applied))
+    if isinstance(fn, Model):
+        return f"Model({getattr(fn.config, 'model_type', type(fn.config).__name__)})"
+    wrapped = getattr(fn, "__wrapped__", None)  # as simulate leaves it
+    if isinstance(wrapped, Transformed | Sharded | Model):
+        return f"{getattr(fn, '__name__', type(fn).__name__)}({_name(wrapped)})"
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def report(expected: Any, expected_grads: Params, actual: Any, actual_grads: Params, *, title: str = "") -> Report:
-    """The report of two (Output, gradients) pairs that were computed already."""
+    """The report of two (Output, gradients) pairs that were computed already, as `value_and_grad` gives them.
+
+    One reference may so be compared with several sharded functions. The parameters' dtypes are read off the gradients.
+    """
     wanted = dict(zip(pytree.paths(expected_grads), pytree.leaves(expected_grads), strict=True))
     got = dict(zip(pytree.paths(actual_grads), pytree.leaves(actual_grads), strict=True))
     largest = max((_peak(x) for x in wanted.values()), default=0.0)
@@ -137,7 +183,8 @@ def report(expected: Any, expected_grads: Params, actual: Any, actual_grads: Par
             leaves.append(LeafError(path, math.inf, 0.0, "missing" if path not in got else "not in the reference"))
             continue
         scale = max(_peak(wanted[path]), FLOOR * largest)
-        leaves.append(LeafError(path, relative_error(wanted[path], got[path], scale), scale))
+        error = relative_error(wanted[path], got[path], scale)
+        leaves.append(LeafError(path, error, scale, _why(wanted[path], got[path]) if error == math.inf else ""))
     leaves.sort(key=lambda leaf: (-leaf.error, leaf.path))
     logits_error = None
     if expected.logits is not None and actual.logits is not None:
@@ -155,14 +202,25 @@ def report(expected: Any, expected_grads: Params, actual: Any, actual_grads: Par
 
 
 def relative_error(expected: Tensor, actual: Tensor, scale: float | None = None) -> float:
-    """max |actual - expected| / scale, by default max |expected|; inf for NaN or another shape, 0 where both are 0."""
+    """max |actual - expected| / scale, by default max |expected|.
+
+    0 where the two are equal; inf for another shape, and for NaN or an infinity on either side.
+    """
     if expected.shape != actual.shape:
         return math.inf
     difference = _peak(actual.double() - expected.double())
     scale = _peak(expected) if scale is None else scale
-    if math.isnan(difference) or math.isnan(scale):
+    if not math.isfinite(difference) or not math.isfinite(scale):
         return math.inf
     return 0.0 if difference == 0 else difference / scale if scale else math.inf
+
+
+def _why(expected: Tensor, actual: Tensor) -> str:
+    if expected.shape != actual.shape:
+        return f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    if not bool(expected.isfinite().all()):
+        return "not finite in the reference"
+    return "" if bool(actual.isfinite().all()) else "not finite"
 
 
 def _peak(x: Tensor) -> float:

@@ -34,20 +34,22 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
 
     Args:
         batch: with `input_ids` [batch, seq] int64 or `inputs_embeds` [batch, seq, hidden], and optionally
-            `labels` [batch, seq], int64, unshifted, -100 for none;
+            `labels` [batch, seq], unshifted, -100 for none;
             `attention_mask` [batch, seq], 1 for real tokens, 0 for padding on either side;
             `position_ids` [batch, seq] or [seq]: 0..seq-1 by default. Where they are given, a new document starts
             wherever a position is not the previous one plus one;
             `document_ids` [batch, seq]: documents said outright;
-            `num_items_in_batch`: the number of targets to divide the loss by, where it counts more than this batch.
+            `num_items_in_batch`: the number of targets to divide the loss by, where it counts more than this batch;
+            an int or a tensor of one.
+            Integers of any width; they come back as int64.
 
     Returns:
         Inputs whose targets are shifted inside documents: the last token of a document has none, and padding neither
         is a target nor predicts one.
 
     Raises:
-        ValueError: an unknown key, both or neither of tokens and embeddings, shapes that differ, a mask that is not
-            [batch, seq] of zeros and ones, integer inputs of a floating dtype.
+        ValueError: an unknown key, both or neither of tokens and embeddings, shapes or dtypes that do not fit, a mask
+            that is not [batch, seq] of zeros and ones, labels below 0 other than -100.
     """
     if isinstance(batch, Inputs):
         return batch
@@ -58,10 +60,9 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError("prepare: give exactly one of input_ids [batch, seq] and inputs_embeds [batch, seq, hidden]")
     tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    lead = tokens if tokens is not None else embeds
-    assert lead is not None
-    _check_shapes(given, lead)
-    rows = (lead.shape[0], lead.shape[1])
+    _check(given)
+    lead = embeds if tokens is None else tokens
+    rows = lead.shape[:2]
 
     valid = given.get("attention_mask")
     valid = None if valid is None else valid != 0
@@ -79,14 +80,14 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
     targets = None if labels is None else _shift(labels.to(torch.int64), mask.documents, valid)
     num_targets = given.get("num_items_in_batch")
     if num_targets is None:
-        num_targets = arange.new_zeros(()) if targets is None else (targets != IGNORED).sum()
+        num_targets = 0 if targets is None else (targets != IGNORED).sum()
     return Inputs(
-        tokens=tokens,
+        tokens=None if tokens is None else tokens.to(torch.int64),
         embeds=embeds,
         positions=positions,
         targets=targets,
         mask=mask,
-        num_targets=torch.as_tensor(num_targets, device=lead.device).reshape(()),
+        num_targets=torch.as_tensor(num_targets, dtype=torch.int64, device=lead.device).reshape(()),
         num_positions=positions.max() + 1,
     )
 
@@ -107,36 +108,46 @@ def _leading_padding(valid: Tensor) -> Tensor:
     return (valid.cumsum(-1) == 0).sum(-1)
 
 
-def _check_shapes(given: dict[str, Any], lead: Tensor) -> None:
-    wrong = []
-    if lead.dim() != (3 if "inputs_embeds" in given else 2) or 0 in lead.shape[:2]:
-        wrong.append(f"{'inputs_embeds' if 'inputs_embeds' in given else 'input_ids'} of shape {tuple(lead.shape)}")
-    mask = given.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
+def _check(given: Mapping[str, Any]) -> None:
+    """Raises for every entry that does not fit, all at once."""
+    count = given.get("num_items_in_batch", 0)
+    tensors = {name: x for name, x in given.items() if name != "num_items_in_batch"}
+    other = [f"{name} is a {type(x).__name__}" for name, x in tensors.items() if not isinstance(x, Tensor)]
+    if other:
+        raise ValueError(f"prepare: {'; '.join(other)}; give tensors")
+    mask = tensors.get("attention_mask")
+    if mask is not None and mask.dim() > 2:
         raise ValueError(
             f"prepare: attention_mask of shape {tuple(mask.shape)}: a dense mask is refused, because it cannot be "
             f"checked to be one that a split sequence keeps. Say it by position_ids or document_ids (packed "
             f"documents), a [batch, seq] attention_mask (padding), or the model's window or chunk."
         )
-    for name in ("labels", "attention_mask", "position_ids", "document_ids"):
-        value = given.get(name)
-        if value is None:
-            continue
-        shapes = [tuple(lead.shape[:2])]
-        if name == "position_ids":
-            shapes += [(1, lead.shape[1]), (lead.shape[1],)]
-        if tuple(value.shape) not in shapes:
-            wrong.append(f"{name} of shape {tuple(value.shape)}")
-        elif name != "attention_mask" and (value.is_floating_point() or value.dtype == torch.bool):
-            wrong.append(f"{name} of dtype {value.dtype}")
-    if "input_ids" in given and (lead.is_floating_point() or lead.dtype == torch.bool):
-        wrong.append(f"input_ids of dtype {lead.dtype}")
+    name = "input_ids" if "input_ids" in tensors else "inputs_embeds"
+    lead = tensors[name]
+    if lead.dim() != (2 if name == "input_ids" else 3) or 0 in lead.shape[:2]:
+        rule = "[batch, seq]" if name == "input_ids" else "[batch, seq, hidden]"
+        raise ValueError(f"prepare: {name} of shape {tuple(lead.shape)} must be {rule}, of at least one row and token")
+    rows = tuple(lead.shape[:2])
+    wrong = []
+    for name, x in tensors.items():
+        fits = [rows, (1, rows[1]), (rows[1],)] if name == "position_ids" else [rows]
+        if (tuple(x.shape) if x is not lead else rows) not in fits:
+            wrong.append(f"{name} of shape {tuple(x.shape)}")
+        elif name == "attention_mask":
+            if bool(((x != 0) & (x != 1)).any()):
+                wrong.append(
+                    "attention_mask with values other than 0 and 1 (1 is a real token, 0 padding; document_ids say "
+                    "packed documents)"
+                )
+        elif x.is_floating_point() != (name == "inputs_embeds") or x.dtype == torch.bool:
+            wrong.append(f"{name} of dtype {x.dtype}")
+        elif name == "labels" and bool(((x < 0) & (x != IGNORED)).any()):
+            wrong.append(f"labels below 0 other than {IGNORED}")
+    integer = type(count) is int or (isinstance(count, Tensor) and not count.is_floating_point() and count.numel() == 1)
+    if not integer or count < 0:
+        wrong.append(f"num_items_in_batch {count!r}, which is no count")
     if wrong:
         raise ValueError(
-            f"prepare: {'; '.join(wrong)}. Every one must be [batch, seq] of integers, here {tuple(lead.shape[:2])}, "
-            f"with at least one row and one token"
-        )
-    if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            "prepare: attention_mask holds values other than 0 and 1; give 1 for real tokens, 0 for padding"
+            f"prepare: {'; '.join(wrong)}. Ids, labels and masks must be integers of shape {rows} (position_ids may "
+            f"be one row for all), embeddings floating, num_items_in_batch one integer."
         )

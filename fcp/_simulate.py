@@ -52,11 +52,11 @@ def simulate(fn: Callable[..., Any], **sizes: int) -> Callable[..., Any]:
             raise ValueError(f"simulate: {name}={size!r} must be a number of ranks, 1 or more")
 
     @functools.wraps(fn, updated=())
-    def simulated(*args: Any) -> Any:
+    def simulated(*args: Any, **keywords: Any) -> Any:
         again = [name for name in sizes if name in bound()]
         if again:
             raise ValueError(f"simulate: axis {again[0]!r} is bound already around this call; give it another name")
-        run: Callable[..., Any] = fn
+        run: Callable[..., Any] = functools.partial(fn, **keywords)
         for name, size in reversed(sizes.items()):
             run = functools.partial(_over_one_axis, run, name, size)
         return run(*args)
@@ -80,8 +80,8 @@ def _over_one_axis(fn: Callable[..., Any], name: str, size: int, *args: Any) -> 
     still = [path or "the result" for path, dim in zip(paths, dims, strict=True) if dim is not None]
     if still:
         raise ValueError(
-            f"simulate: {', '.join(still[:4])}{', ...' if len(still) > 4 else ''} still varies over axis {name!r}: every "
-            f"rank would return another value. For a loss, a psum is missing: fcp.psum(loss, {name!r}). For a slice, "
+            f"simulate: {', '.join(still[:4])}{', ...' if len(still) > 4 else ''} still varies over axis {name!r}: "
+            f"every rank would return another value. For a loss, a psum is missing: fcp.psum(loss, {name!r}). For a slice, "
             f"join it: fcp.unshard(x, {name!r}, dim=...). For a gradient taken inside the map, a pvary is missing: "
             f"fcp.pvary(parameter, {name!r}) before the work that differs between the ranks."
         )

@@ -119,7 +119,7 @@ def transform(
     return Transformed(fn, {name: size for name, size in sizes.items() if size > 1})
 
 
-def _validate(model_fn: ModelFn, sizes: Mapping[str, int], kernel: str) -> None:
+def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
     if not callable(model_fn):
         raise ValueError(f"transform: {model_fn!r} is no model function (params, inputs, ops) -> Output")
     if isinstance(model_fn, Transformed):
@@ -129,12 +129,16 @@ def _validate(model_fn: ModelFn, sizes: Mapping[str, int], kernel: str) -> None:
             raise ValueError(f"transform: {name}={size!r} must be a number of ranks, 1 or more")
     if kernel != "auto" and kernel not in kernels:
         raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(kernels)}")
-    base = base_model(model_fn)
+    base: Any = base_model(model_fn)
     config = getattr(base, "config", None)
+    # Whatever a config calls it (attention_dropout, resid_pdrop, ...); classification heads are no part of the model.
     dropout = {
         name: value
-        for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-        if (value := getattr(config, name, 0.0) or 0.0) > 0
+        for name in dir(config)
+        if "drop" in name
+        and not name.startswith(("_", "classifier", "summary"))
+        and type(value := getattr(config, name)) in (int, float)
+        and value > 0
     }
     if dropout:
         raise ValueError(f"transform: the config has {dropout}; dropout is not part of a pure function. Set it to 0.")
@@ -161,7 +165,8 @@ def _use_kernel(model_fn: ModelFn, kernel: str) -> Sharded:
     """Outermost: the attention that every other transform wraps."""
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        return inner(params, inputs, replace(ops, attention=partial(ops.attention, kernel=kernel)))
+        local: Any = ops.attention  # fcp.attention, which alone of all Ops.attention takes a kernel
+        return inner(params, inputs, replace(ops, attention=partial(local, kernel=kernel)))
 
     return Sharded(model_fn, f"kernel({kernel})", run)
 

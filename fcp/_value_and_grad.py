@@ -27,7 +27,7 @@ __all__ = ["value_and_grad"]
 
 
 def value_and_grad(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Params]]:
-    """(params, *rest) -> (fn(params, *rest), gradients of the loss in params), first order only.
+    """(params, *rest) -> (fn(params, *rest), gradients of the loss in params), for one derivative at plain cost.
 
     Args:
         fn: returns a scalar, or an `Output` whose `loss` is differentiated.
@@ -35,7 +35,7 @@ def value_and_grad(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Params]]:
     Returns:
         A function that gives what `fn` gives, detached, and a pytree of gradients like `params`: each of the leaf's
         shape and dtype, zeros for a leaf that the loss does not depend on, exactly as `torch.func.grad`. Integer
-        leaves get None.
+        leaves get None. No graph is kept, except where a `torch.func.grad` around this call is to differentiate again.
 
     Raises:
         ValueError: the loss is None (a batch without labels), not a scalar, or, inside `simulate`, a gradient varies
@@ -53,7 +53,7 @@ def value_and_grad(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Params]]:
             return _loss(out), out
 
         floats = [found[i] for i in moving]
-        inside = _functorch.maybe_get_level is not None and _functorch.peek_interpreter_stack() is not None
+        inside = _functorch.peek_interpreter_stack() is not None
         value, grads = (_within if inside else _plainly)(of_floats, floats)
         result: list[Tensor | None] = [None] * len(found)
         for i, g in zip(moving, grads, strict=True):
@@ -86,7 +86,10 @@ def _within(of_floats: Callable[..., Any], floats: list[Tensor]) -> tuple[Any, l
         return loss, found
 
     loss, vjp, out = torch.func.vjp(with_aux, *floats, has_aux=True)
-    grads = vjp(torch.ones_like(loss), retain_graph=False, create_graph=False)
+    # A torch.func.grad around this call differentiates these gradients; without their graph it would find zeros.
+    levels = _functorch.get_interpreter_stack() or []
+    again = any(level.key() == _functorch.TransformType.Grad for level in levels)
+    grads = vjp(torch.ones_like(loss), retain_graph=again, create_graph=again)
     return pytree.unflatten(spec, out), list(grads)
 
 

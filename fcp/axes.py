@@ -65,8 +65,10 @@ def names_of(axis: Axes) -> tuple[str, ...]:
     return names
 
 
-def lookup(axis: Axes, user: str) -> tuple[Axis, ...]:
+def lookup(axis: Axes, user: str, *, consumes: bool = True) -> tuple[Axis, ...]:
     """The bindings of `axis`, one name or several (the first slowest). `user` is who asks, for the error and `used`.
+
+    `consumes=False` is for one who only asks how large an axis is: its ranks would still all do the same work.
 
     Raises:
         NameError: a name is not bound by a runtime around this call.
@@ -81,8 +83,9 @@ def lookup(axis: Axes, user: str) -> tuple[Axis, ...]:
             f"Run the function under fcp.simulate(fn, {missing[0]}=...)."
         )
     found = tuple(environment[name] for name in names)
-    for each in found:
-        each.used.append(user)
+    if consumes:
+        for each in found:
+            each.used.append(user)
     return found
 
 
@@ -93,7 +96,7 @@ def axis_size(axis: Axes) -> int:
         NameError: a name is not bound.
     """
     size = 1
-    for each in lookup(axis, "axis_size"):
+    for each in lookup(axis, "axis_size", consumes=False):
         size *= each.size
     return size
 

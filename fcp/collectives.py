@@ -7,10 +7,10 @@ the same table, tested to be the exact adjoint of that meaning.
 Idea. Two types, JAX's: a value is *invariant* over an axis (every rank holds the same) or *varying*. Every collective
 says which it takes and gives, and an adjoint swaps the two:
 
-    shard         invariant -> varying      adjoint  unshard          pvary         invariant -> varying   adjoint  psum
-    unshard       varying -> invariant      adjoint  shard            psum          varying -> invariant   adjoint  pvary
-    all_gather    varying -> varying        adjoint  psum_scatter     psum_scatter  varying -> varying     adjoint  all_gather
-    all_to_all    varying -> varying        adjoint  all_to_all       ppermute      varying -> varying     adjoint  ppermute
+    shard         invariant -> varying  adjoint unshard           pvary         invariant -> varying  adjoint psum
+    unshard       varying -> invariant  adjoint shard             psum          varying -> invariant  adjoint pvary
+    all_gather    varying -> varying    adjoint psum_scatter      psum_scatter  varying -> varying    adjoint all_gather
+    all_to_all    varying -> varying    adjoint all_to_all        ppermute      varying -> varying    adjoint ppermute
 
 One autograd Function carries all of them. A row of the table is a `_Rule`: its types, its adjoint, and `dense`, the map
 over the stacked tensors of all ranks. Under `simulate` a rank dimension is a vmap level, and the Function's vmap rule
@@ -426,7 +426,12 @@ class _Collective(torch.autograd.Function):
             for name in reversed(call.folded):
                 rest = g.new_zeros((call.size_of(name) - 1, *g.shape))
                 g = torch.cat([g.unsqueeze(0), rest])
-        return _Collective.apply(g, replace(call, rule=rule), *indices), None, *(None for _ in indices)
+        g = _Collective.apply(g, replace(call, rule=rule), *indices)
+        if (
+            rule.gives == COPIES and call.folded
+        ):  # what was handed in has the folded axes in front: a copy for each of their ranks
+            g = g.expand(*(call.size_of(name) for name in call.folded), *g.shape)
+        return g, None, *(None for _ in indices)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, call: _Call, *indices: Tensor) -> tuple[Tensor, Any]:
@@ -473,8 +478,8 @@ def _check_divides(user: str, x: Tensor, axes: tuple[Axis, ...], dim: int) -> No
     if x.shape[dim] % size:
         names = " x ".join(f"{axis.name}={axis.size}" for axis in axes)
         raise ValueError(
-            f"{user}: dim {dim} of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {names} ranks do not divide; "
-            f"pad it to a multiple of {size}"
+            f"{user}: dim {dim} of shape {tuple(x.shape)} has {x.shape[dim]} entries, which {names} ranks do not divide"
+            f"; pad it to a multiple of {size}"
         )
 
 

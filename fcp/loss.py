@@ -2,12 +2,13 @@
 
     loss(x, target) = log sum_v exp(x_v) - x_target
 
-One code path serves both: the row maximum, the sum of exponentials and the target's logit are three numbers a token,
-each of which a vocabulary-parallel caller reduces over its axis (Shoeybi et al. 2019, section 3). The two reductions are
-handed in as functions; alone they are the identity.
+One code path serves both: the row maximum, then the sum of exponentials and the target's logit, are numbers a token
+that a vocabulary-parallel caller reduces over its axis (Shoeybi et al. 2019, section 3). The two reductions are handed
+in as functions, each called once; alone they are the identity.
 
-A token without a target is *selected away*, forward and backward: its loss is exactly 0 and its logits' gradient exactly
-0 whatever the logits hold, NaN included (a masked NaN that is multiplied by zero stays NaN).
+A token without a target is *selected away*, forward and backward: its loss is exactly 0, and so is the gradient of its
+logits, whatever they hold, NaN included (a masked NaN that is multiplied by zero stays NaN). A target that no slice
+holds has probability 0 and so an infinite loss, never the plausible number that a missing logit would leave.
 
 Computed in float32 or wider. Backward keeps the logits and recomputes the exponentials, so no second copy of
 [tokens, vocab] lives through the model.
@@ -37,11 +38,11 @@ def token_losses(
     reduce_max: Callable[[Tensor], Tensor] = _identity,
     reduce_sum: Callable[[Tensor], Tensor] = _identity,
 ) -> Float[Tensor, "*tokens"]:
-    """-log softmax(logits)[target] of each token; 0 where the target is IGNORED.
+    """-log softmax(logits)[target] of each token; 0 where the target is IGNORED, inf where the vocabulary lacks it.
 
     Args:
         logits: any floating dtype; the result is float32, or float64 for float64.
-        targets: int64 token ids of the whole vocabulary, or IGNORED.
+        targets: token ids of the whole vocabulary, or IGNORED.
         first: the token id of the first column held here.
         reduce_max, reduce_sum: over the axis that splits the vocabulary.
     """
@@ -50,7 +51,10 @@ def token_losses(
     column = torch.where(keep, targets - first, -1)
     column = torch.where((column >= 0) & (column < logits.shape[-1]), column, -1)
     total, picked = _ExpSumAndPick.apply(logits, column, peak, keep)
-    return torch.where(keep, torch.log(reduce_sum(total)) - reduce_sum(picked), 0.0)
+    held = (column >= 0).to(total.dtype)
+    total, picked, held = reduce_sum(torch.stack([total, picked, held])).unbind()
+    losses = torch.where(held > 0, torch.log(total) - picked, torch.inf)
+    return torch.where(keep, losses, 0.0)
 
 
 def mean_loss(total: Float[Tensor, ""] | None, num_targets: Int[Tensor, ""]) -> Float[Tensor, ""] | None:

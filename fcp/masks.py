@@ -84,30 +84,32 @@ def describe(
     shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
     if len(set(shapes.values())) > 1 or positions.dim() not in (1, 2):
         raise ValueError(f"masks.describe: {shapes}: all must be [batch, seq], of one shape")
-    positions, documents, valid = (None if x is None else torch.atleast_2d(x) for x in given.values())
-    assert positions is not None
+    positions = torch.atleast_2d(positions).to(torch.int64)
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    runs = starts.cumsum(-1) - 1
     if documents is None:
-        documents, consecutive = runs, True
+        documents, consecutive = starts.cumsum(-1) - 1, True
     else:
-        # Positions rise by one inside a document exactly where a run of them never ends before its document does.
-        same = documents[:, 1:] == documents[:, :-1]
-        again = _returns(documents)
-        consecutive = not bool((same & starts[:, 1:]).any() | again)
-    if not bool((documents != documents[:, :1]).any()):
-        documents = None
+        documents = torch.atleast_2d(documents).to(torch.int64)
+        inside = documents[:, 1:] == documents[:, :-1]
+        consecutive = not bool((inside & starts[:, 1:]).any()) and not _come_back(documents)
     if valid is not None:
-        valid = None if bool(valid.all()) else valid.bool()
-    return Mask(positions, documents, valid, consecutive)
+        valid = torch.atleast_2d(valid).bool()
+    return Mask(
+        positions,
+        documents if bool((documents != documents[:, :1]).any()) else None,
+        None if valid is None or bool(valid.all()) else valid,
+        consecutive,
+    )
 
 
-def _returns(documents: Tensor) -> Tensor:
-    """Whether a document id comes back later in its row, after another."""
-    changes = (documents[:, 1:] != documents[:, :-1]).sum(-1) + 1
-    distinct = torch.stack([row.unique().numel() * torch.ones((), dtype=torch.int64) for row in documents])
-    return (changes != distinct.to(changes.device)).any()
+def _come_back(documents: Int[Tensor, "batch seq"]) -> bool:
+    """Whether an id comes back in its row after another one: sorting the row then leaves fewer changes of id."""
+
+    def changes(ids: Tensor) -> Tensor:
+        return (ids[:, 1:] != ids[:, :-1]).sum(-1)
+
+    return bool((changes(documents) != changes(documents.sort(-1).values)).any())
 
 
 def materialize(

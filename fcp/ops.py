@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fcp.kernels import attention
+from fcp._attention import attention
+from fcp._linear import linear
 from fcp.loss import token_losses
 from fcp.masks import Mask
 from fcp.typing import Params
@@ -88,7 +89,7 @@ def _loss(
     *,
     logits: bool = True,
 ) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
-    scores = torch.nn.functional.linear(hidden, table)
+    scores = linear(hidden, table)
     total = None if targets is None else token_losses(scores, targets).sum()
     return total, (scores if logits else None)
 

@@ -12,7 +12,7 @@ a checkpoint: `model.layers.0.self_attn.q_proj.weight`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 from optree import PyTreeSpec
@@ -20,13 +20,15 @@ from optree import PyTreeSpec
 __all__ = ["flatten", "leaves", "map", "map_with_path", "nest", "node", "paths", "unflatten"]
 
 _NAMESPACE = "fcp"
+_Record = TypeVar("_Record")
 
 
-def node(*static: str) -> Callable[[type], type]:
+def node(*static: str) -> Callable[[type[_Record]], type[_Record]]:
     """Class decorator: makes a frozen dataclass a pytree node whose fields named in `static` are not children."""
 
-    def register(cls: type) -> type:
-        names = tuple(f.name for f in dataclasses.fields(cls) if f.name not in static)
+    def register(cls: type[_Record]) -> type[_Record]:
+        record: Any = cls
+        names = tuple(f.name for f in dataclasses.fields(record) if f.name not in static)
 
         def flatten_node(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
             return (
@@ -35,10 +37,10 @@ def node(*static: str) -> Callable[[type], type]:
                 names,
             )
 
-        def unflatten_node(data: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
+        def unflatten_node(data: Any, children: Any) -> Any:
             return cls(**dict(zip(static, data, strict=True)), **dict(zip(names, children, strict=True)))
 
-        optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=_NAMESPACE)
+        optree.register_pytree_node(record, flatten_node, unflatten_node, namespace=_NAMESPACE)
         return cls
 
     return register
@@ -60,7 +62,10 @@ def leaves(tree: Any) -> list[Any]:
 
 def paths(tree: Any) -> list[str]:
     """The dotted path of each leaf, in the order of `flatten`; the root leaf's path is ""."""
-    return [".".join(str(key) for key in path) for path in optree.tree_paths(tree, namespace=_NAMESPACE)]
+    return [
+        ".".join(str(key.field if isinstance(key, optree.NamedTupleEntry) else key.entry) for key in path)
+        for path in optree.tree_accessors(tree, namespace=_NAMESPACE)
+    ]
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -6,9 +6,9 @@ itself, whether cp had been summed would depend on which transform came first.
 
 Idea. How a leaf lies is data, a `Placement`: the slices cut from it, the axes over which it is stored in pieces and
 gathered for use, and the axes over which it is used in differing ways. A transform only *states* what it adds
-(`place`), and what it does to the batch and the Ops (`run`); a `Sharded` record chains these. Only when all is known does the
-outermost one act: each leaf is sharded as its placement says, and gets one `pvary` over the axes that no slice or
-gather already accounts for. So the order of the transforms cannot matter.
+(`place`), and what it does to the batch and the Ops (`run`); a `Sharded` record chains these. Only when all is known
+does the outermost one act: each leaf is sharded as its placement says, and gets one `pvary` over the axes that no slice
+or gather already accounts for. So the order of the transforms cannot matter.
 
 A leaf that is stored in pieces is handed to the model as a `Piece`. It becomes a tensor in `Ops.layer` (see
 `shard_params`); a model that reads a parameter outside of `ops.layer` meets the Piece, not a wrong tensor.
@@ -48,14 +48,27 @@ class Placement:
     varies: frozenset[str] = frozenset()
 
 
-@pytree.node("axes", "size")
+@pytree.node("axes", "size", "alike")
 @dataclass(frozen=True)
 class Piece:
-    """This rank's piece of a leaf stored over `axes`: `value` [ceil(size / ranks), ...] of a leaf [size, ...]."""
+    """This rank's piece of a leaf stored over `axes`: `value` [ceil(size / ranks), ...] of a leaf [size, ...].
+
+    `alike` are those of the axes whose ranks all use the leaf in the same way (nothing split their work), so that
+    the ranks' gradients are copies of one and must not be summed.
+    """
 
     value: Tensor
     axes: tuple[str, ...]
     size: int
+    alike: tuple[str, ...] = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise ValueError(
+            f"torch's {name} was given a parameter that is stored in pieces: the model reads it outside of ops.layer, "
+            f"where nothing gathers it. Call what uses it through ops.layer(fn, its_params, ...)."
+        )
 
 
 Place = Callable[[dict[str, Placement], Shapes], dict[str, Placement]]
@@ -143,7 +156,7 @@ def _lay(x: Tensor, placement: Placement) -> Tensor | Piece:
     for axis, split in placement.slices:
         x = _cut(x, axis, split)
         accounted.add(axis)
-    piece = _store(x, placement.stored) if placement.stored else x
+    piece = _store(x, placement) if placement.stored else x
     rest = tuple(name for name in bound() if name in placement.varies and name not in accounted)
     unbound = sorted(placement.varies - accounted - set(rest))
     if unbound:
@@ -162,8 +175,10 @@ def _cut(x: Tensor, axis: str, split: Split) -> Tensor:
     return shard(x, axis, dim=dim)
 
 
-def _store(x: Tensor, axes: tuple[str, ...]) -> Tensor | Piece:
-    return Piece(shard(pad_to_multiple(x, axis_size(axes), 0), axes, dim=0), axes, x.shape[0])
+def _store(x: Tensor, placement: Placement) -> Piece:
+    axes = placement.stored
+    value = shard(pad_to_multiple(x, axis_size(axes), 0), axes, dim=0)
+    return Piece(value, axes, x.shape[0], tuple(name for name in axes if name not in placement.varies))
 
 
 def pad_to_multiple(x: Tensor, size: int, dim: int, value: float | int | bool = 0) -> Tensor:

@@ -14,25 +14,56 @@ from torch import Tensor
 
 __all__ = ["apply_rope", "check_rope", "rope_tables"]
 
-TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""What each scaling needs."""
+
+OPTIONAL = {
+    "yarn": (
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    )
+}
 
 
 def check_rope(scaling: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for a scaling that is not among `TYPES` or lacks one of its numbers."""
+    """Raises ValueError for a scaling that is not among `TYPES`, lacks one of its numbers, or has one it does not read."""
     if not scaling:
         return
     kind = rope_type(scaling)
     if kind not in TYPES:
         raise ValueError(f"rope_scaling: type {kind!r} is not supported; supported are {', '.join(TYPES)}")
-    needs = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    missing = [name for name in needs.get(kind, () if kind == "default" else ("factor",)) if scaling.get(name) is None]
-    if missing:
-        raise ValueError(f"rope_scaling: type {kind!r} needs {', '.join(missing)}")
+    given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type") and value is not None}
+    if given.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError("rope_scaling: partial_rotary_factor: heads are rotated whole here")
+    missing = [name for name in TYPES[kind] if name not in given]
+    unknown = [name for name in given if name not in (*TYPES[kind], *OPTIONAL.get(kind, ()))]
+    wrong = [f"needs {', '.join(missing)}"] * bool(missing) + [f"does not read {', '.join(unknown)}"] * bool(unknown)
+    wrong += [
+        f"{name} {value!r} is no positive number"
+        for name, value in given.items()
+        if name not in (*unknown, "truncate")
+        and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
+    ]
+    if kind == "llama3" and not wrong and not scaling["high_freq_factor"] > scaling["low_freq_factor"]:
+        wrong.append("high_freq_factor is not above low_freq_factor")
+    if wrong:
+        raise ValueError(f"rope_scaling: type {kind!r}: {'; '.join(wrong)}")
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
     scaling = scaling or {}
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    return scaling.get("rope_type") or scaling.get("type") or "default"  # "type" until transformers 4.42
 
 
 def rope_tables(
@@ -102,7 +133,8 @@ def _yarn(frequency: Tensor, scaling: Mapping[str, Any], dim: int, theta: float,
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, device=frequency.device, dtype=frequency.dtype)
-    stretched = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+    # Where no pair makes as much as one turn, high falls below low and every pair counts as a fast one.
+    stretched = ((index - low) / ((high - low) or 0.001)).clamp(0, 1)
 
     def gain(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

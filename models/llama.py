@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
-from fcp import huggingface, pytree
+from fcp import huggingface, linear, pytree
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model

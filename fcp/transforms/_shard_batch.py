@@ -31,8 +31,8 @@ def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
         rows, size = inputs.positions.shape[0], axis_size(axis)
         if rows % size:
             raise ValueError(
-                f"shard_batch: {axis}={size} does not divide a batch of {rows} rows; give a multiple of {size} rows, or "
-                f"split the sequence instead (cp)"
+                f"shard_batch: {axis}={size} does not divide a batch of {rows} rows; give a multiple of {size} rows, "
+                f"or split the sequence instead (cp)"
             )
 
         local = replace(

@@ -1,15 +1,16 @@
 """shard_params: each rank holds a part of every parameter, by rules (tensor parallelism) or by gather (FSDP).
 
-**By rules** (Shoeybi et al. 2019, section 3). The model's rules say which dim of which leaf is cut; the rank computes with
-its slice. `enter` marks where split work begins (`pvary`: its gradient is summed), `leave` adds up what the ranks found
-(`psum`). The vocabulary is split too: a token's row lives on one rank, and the loss reduces three numbers a token. A
-vocabulary that the ranks do not divide is padded; padded columns are cut off before anything reads them. A leaf that
-split work reads whole (`Shared`) is marked varying, so that its gradient is the sum of the ranks'.
+**By rules** (Shoeybi et al. 2019, section 3). The model's rules say which dim of which leaf is cut; the rank computes
+with its slice. `enter` marks where split work begins (`pvary`: its gradient is summed), `leave` adds up what the ranks
+found (`psum`). The vocabulary is split too: a token's row lives on one rank, and the loss reduces three numbers a
+token. A vocabulary that the ranks do not divide is padded; padded columns are cut off before anything reads them. A
+leaf that split work reads whole (`Shared`) is marked varying, so that its gradient is the sum of the ranks'.
 
-**By gather** (ZeRO stage 3: Rajbhandari et al. 2020, section 5). Every leaf is stored in equal pieces of dim 0. A layer's pieces
-are gathered where the layer begins and freed where it ends; its backward gathers them again, because the layer is
-rematerialised, and leaves each rank the sum of its piece (`psum_scatter`). Storage over (fsdp, cp) needs no other sum
-over these axes.
+**By gather** (ZeRO stage 3: Rajbhandari et al. 2020, section 5). Every leaf is stored in equal pieces of dim 0. A
+layer's pieces are gathered where the layer begins and freed where it ends; its backward gathers them again, because
+the layer is rematerialised, and leaves each rank the sum of its piece (`psum_scatter`). Storage over (fsdp, cp) needs
+no other sum over these axes. Over an axis that splits no work (storage alone), every rank's gradient is the same one,
+and there the gather is an `unshard`, whose adjoint sums nothing.
 
 Both may be applied, in either order: the slice is cut first, then stored.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fcp import pytree
+from fcp._linear import linear
 from fcp.axes import Axes, axis_index, axis_size, names_of
 from fcp.collectives import all_gather, pmax, psum, pvary, unshard
 from fcp.loss import token_losses
@@ -38,7 +40,8 @@ def shard_params(model_fn: ModelFn, *, axis: Axes = "tp", how: Literal["rules", 
     """Splits the parameters over `axis`.
 
     Args:
-        model_fn: by rules, a model with `rules`; by gather, any model function that calls its layers through `ops.layer`.
+        model_fn: by rules, a model with `rules`; by gather, any model function that calls its layers through
+            `ops.layer`.
         axis: by rules one name; by gather one name or several (the product, as ("fsdp", "cp")).
         how: "rules" or "gather"; by default "gather" where "fsdp" is among the names, else "rules".
 
@@ -74,7 +77,7 @@ def check_rules(rules: Rules, shapes: Shapes) -> dict[str, Rule]:
 
     Raises:
         ValueError: a leaf that no rule or several match, a rule that matches no leaf, a dim that a leaf does not have,
-            pieces that do not add up; all of them at once.
+            pieces that do not add up, a vocabulary of another size; all of them at once.
     """
     wrong: list[str] = []
     found: dict[str, Rule] = {}
@@ -91,6 +94,8 @@ def check_rules(rules: Rules, shapes: Shapes) -> dict[str, Rule]:
                 wrong.append(f"{path} of shape {shape} has no dim {rule.dim}")
             elif rule.pieces is not None and sum(rule.pieces) != shape[rule.dim]:
                 wrong.append(f"{path}: pieces {rule.pieces} do not add up to {shape[rule.dim]}")
+            elif rule.vocab is not None and rule.vocab != shape[rule.dim]:
+                wrong.append(f"{path} of shape {shape} holds no vocabulary of {rule.vocab} tokens along dim {rule.dim}")
     wrong += [f"rule {pattern} matches no parameter" for pattern in unused]
     if wrong:
         raise ValueError(
@@ -150,7 +155,19 @@ def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
     def leave(x: Tensor) -> Tensor:
         return ops.leave(psum(x, axis))
 
+    def whole(table: Tensor) -> bool:
+        """Whether every rank holds all rows (the rule of the table is Replicated)."""
+        if vocab is None:
+            raise ValueError(
+                f"shard_params: the model reads a table through ops.embed or ops.loss, and no rule names the "
+                f"vocabulary, so nothing says which tokens a rank of {axis!r} holds. Write fcp.Split(0, vocab=...) as "
+                f"the rule of the table; any number of tokens can be split."
+            )
+        return table.shape[-2] == vocab > -(-vocab // axis_size(axis))
+
     def embed(ids: Tensor, table: Tensor) -> Tensor:
+        if whole(table):
+            return ops.embed(ids, table)
         local = ids - _first(table)
         mine = (local >= 0) & (local < table.shape[0])
         rows = ops.embed(torch.where(mine, local, 0), table)
@@ -159,7 +176,9 @@ def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
     def loss(
         hidden: Tensor, table: Tensor, targets: Tensor | None, *, logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        scores = torch.nn.functional.linear(pvary(hidden, axis), table)
+        if whole(table):
+            return ops.loss(hidden, table, targets, logits=logits)
+        scores = linear(pvary(hidden, axis), table)
         total = None
         if targets is not None:
             total = token_losses(
@@ -192,11 +211,8 @@ def _by_gather(model_fn: ModelFn, names: tuple[str, ...]) -> Sharded:
         stored = {path for path, p in placements.items() if p.stored}
         if stored:
             raise ValueError(f"shard_params: the parameters are stored over {placements[stored.pop()].stored} already")
-        # A scalar has no dim to store in pieces: it stays whole on every rank, and its uses differ between them.
-        return {
-            path: replace(p, stored=names) if shapes[path] else replace(p, varies=p.varies | set(names))
-            for path, p in placements.items()
-        }
+        # A scalar has no dim to store in pieces: it stays whole on every rank.
+        return {path: replace(p, stored=names) if shapes[path] else p for path, p in placements.items()}
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         called: list[bool] = []
@@ -227,5 +243,7 @@ def _is_piece(x: Any) -> bool:
 def _gather(x: Any) -> Any:
     if not isinstance(x, Piece):
         return x
-    whole = all_gather(x.value, x.axes, dim=0)
+    whole = x.value
+    for axes in (x.axes,) if not x.alike else reversed(x.axes):  # the last name is the fastest: join it first
+        whole = (unshard if axes in x.alike else all_gather)(whole, axes, dim=0)
     return whole if whole.shape[0] == x.size else whole[: x.size]

@@ -1,18 +1,19 @@
 """shard_seq: each rank computes one slice of the sequence (context parallelism).
 
 What is split: tokens, positions, targets. What is not: the description of the mask, which is a fact about the whole
-sequence. Targets were shifted and counted before (`prepare`), so a slice's last token keeps the next slice's first token
-as its target, and the ranks' losses add up.
+sequence. Targets were shifted and counted before (`prepare`), so a slice's last token keeps the next slice's first
+token as its target, and the ranks' losses add up.
 
 A sequence that the ranks do not divide is padded here, and all of it together: tokens with the pad token, embeddings
-with zeros, positions going on, targets ignored, and the mask's description by as many invisible tokens. The logits come
-back at the caller's length.
+with zeros, positions going on (up to the model's last), targets ignored, and the mask's description by as many
+invisible tokens. The logits come back at the caller's length.
 
 Attention still has to bring the slices together: compose with `ulysses` over the same axis. Alone, on a model with
 attention, this raises; a model whose every step acts on each token by itself needs no more.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,15 @@ def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
 
     Returns:
         The same function of whole sequences of any length; lengths that the axis does not divide are padded.
+
+    Raises:
+        ValueError: when called, if the model attends and no transform brings the slices together (see `ulysses`).
     """
     config = getattr(base_model(model_fn), "config", None)
-    pad_token = getattr(config, "pad_token_id", None) or 0
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         seq = inputs.positions.shape[1]
-        padded = _pad(inputs, axis_size(axis), pad_token)
+        padded = _pad(inputs, axis_size(axis), _pad_token(config), _positions_in(config))
         local = replace(
             padded,
             **{
@@ -60,7 +63,19 @@ def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
     return Sharded(model_fn, f"shard_seq({axis})", run, add_varying(axis))
 
 
-def _pad(inputs: Inputs, size: int, pad_token: int) -> Inputs:
+def _pad_token(config: Any) -> int:
+    """The config's pad token, or 0 where it names none of the vocabulary (configs say -1 or one past the end)."""
+    token = getattr(config, "pad_token_id", None)
+    return token if isinstance(token, int) and 0 <= token < getattr(config, "vocab_size", token + 1) else 0
+
+
+def _positions_in(config: Any) -> int | None:
+    """How many positions the model has (learned positions end there), if the config says."""
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((n for n in found if isinstance(n, int)), None)
+
+
+def _pad(inputs: Inputs, size: int, pad_token: int, num_positions: int | None) -> Inputs:
     short = -inputs.positions.shape[1] % size
     if not short:
         return inputs
@@ -69,12 +84,15 @@ def _pad(inputs: Inputs, size: int, pad_token: int) -> Inputs:
     def pad(x: Tensor | None, value: int | bool) -> Tensor | None:
         return None if x is None else pad_to_multiple(x, size, 1, value)
 
+    positions = _continue(inputs.positions, short)
+    if num_positions is not None:  # a table of learned positions has no row past its end; real tokens keep theirs
+        positions = torch.minimum(positions, inputs.num_positions.clamp(min=num_positions) - 1)
     # A pad key comes after every real query, so causality hides it; where validity is kept, it says so too.
     return replace(
         inputs,
         tokens=pad(inputs.tokens, pad_token),
         embeds=pad(inputs.embeds, 0),
-        positions=_continue(inputs.positions, short),
+        positions=positions,
         targets=pad(inputs.targets, IGNORED),
         mask=Mask(
             positions=_continue(mask.positions, short),

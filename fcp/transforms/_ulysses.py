@@ -4,14 +4,15 @@ Queries, keys and values arrive split along the sequence; an all-to-all splits t
 rank runs ordinary attention with the mask of the whole sequence, and a second all-to-all takes the output back. The
 mask is never cut, so packing, padding and windows are what they are without ranks.
 
-Any head counts. The plan (`_plan`) may give each key-value head to several ranks, as `copies` interleaved repeats that each serve a
-part of the head's queries, and may pad heads, so that every query head still meets its own key-value head. The sum of
-the copies' gradients and the zero gradients of padding follow from repeat's and pad's own adjoints.
+Any head counts. The plan (`_plan`) may give each key-value head to several ranks, as `copies` interleaved repeats that
+each serve a part of the head's queries, and may pad heads, so that every query head still meets its own key-value head.
+The sum of the copies' gradients and the zero gradients of padding follow from repeat's and pad's own adjoints.
 
 A per-head parameter (sinks) is taken by `own_slice`: it was marked varying already, so its gradient is summed once.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from fcp.axes import axis_size
 from fcp.collectives import all_to_all, own_slice
 from fcp.masks import Mask
 from fcp.ops import Attention, Ops
-from fcp.sharded import Sharded, pad_to
+from fcp.sharded import Sharded, base_model, pad_to
 from fcp.typing import Inputs, ModelFn, Output, Params
 
 __all__ = ["ulysses"]
@@ -35,8 +36,15 @@ def ulysses(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
         axis: the axis over which the sequence is split.
 
     Raises:
-        ValueError: when called, if the model never calls `ops.attention` (its tokens would see only their own slice).
+        ValueError: the config lists layers that carry a state along the sequence; or, when called, the model never
+            calls `ops.attention` (its tokens would see only their own slice).
     """
+    stateful = sorted({kind for kind in _layer_kinds(base_model(model_fn)) if _STATEFUL & set(kind.split("_"))})
+    if stateful:
+        raise ValueError(
+            f"ulysses: the config has layers of kind {', '.join(stateful)}. They carry a state along the sequence, and "
+            f"nothing hands it from one slice of axis {axis!r} to the next; split the batch or the parameters instead."
+        )
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         called: list[bool] = []
@@ -49,6 +57,16 @@ def ulysses(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
         return out
 
     return Sharded(model_fn, f"ulysses({axis})", run)
+
+
+_STATEFUL = {"linear", "lightning", "recurrent", "mamba", "mamba2", "ssm", "conv", "hybrid", "rwkv", "retention"}
+
+
+def _layer_kinds(model: Any) -> list[str]:
+    """The kinds of layers that a config names, by any of the names that config.json files use."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in ("layer_types", "layers_block_type", "block_types"))
+    return [kind for kinds in found if isinstance(kinds, list | tuple) for kind in kinds if isinstance(kind, str)]
 
 
 def _exchanged(attention: Attention, axis: str, called: list[bool]) -> Attention:

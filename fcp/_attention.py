@@ -1,0 +1,220 @@
+"""Attention on one device: the description goes in, one kernel runs, and vmap does not loop.
+
+Problem. torch's fused attention has no batching rule on CPU, so a vmapped rank dimension would run it once a rank; and
+a mask that is repeated for every rank, or built where plain causal would do, costs more than the attention.
+
+Idea. Attention is a Function of its own. Its vmap rule folds the vmapped dim away and calls itself one level below, and
+so does its backward, which is a Function too. At the bottom nothing is batched, and one kernel (`fcp.kernels`) runs
+once, on plain tensors. Ranks that share the mask are folded into the heads, so that the mask is not repeated: grouped
+heads stay in order, so each query head still meets its own key-value head. Ranks whose masks differ go into the batch.
+
+Sinks need no kernel of their own. A sink is one more term in each row's normaliser: output and log-sum-exp are
+corrected, and the kernel's backward, given the corrected ones, is exact (gpt-oss; Xiao et al. 2023, section 3.3).
+
+The gradient's own gradient differentiates the plain formula (`kernels.differentiable`), so any order is available.
+Left out: forward-mode derivatives, and keys of another length than the queries (that is what a ring brings).
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fcp.kernels import Spec, differentiable, kernels, pick
+from fcp.masks import Mask, describe
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: Float[Tensor, "batch heads seq dim"],
+    k: Float[Tensor, "batch kv_heads seq dim"],
+    v: Float[Tensor, "batch kv_heads seq v_dim"],
+    mask: Mask | None,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    kernel: str = "auto",
+) -> Float[Tensor, "batch heads seq v_dim"]:
+    """softmax(scale q k^T + mask) v, with query head h on key and value head h // (heads / kv_heads).
+
+    float64, float32 or bfloat16; logits and their normaliser are in float32 or wider. (Vaswani et al. 2017, section
+    3.2.1; grouped heads: Ainslie et al. 2023, section 2.2; soft cap: Gemma 2, section 2.)
+
+    Args:
+        mask: the description of the whole sequence; None for plain causal.
+        window: the number of keys a query sees, itself included.
+        chunk: queries see keys of their own chunk of positions only.
+        scale: default 1 / sqrt(dim).
+        softcap: logits become softcap * tanh(logits / softcap).
+        sinks: one logit a query head that takes weight and gives no value.
+        kernel: a registered kernel's name; "auto" takes the fused one wherever it serves the call.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, an unknown kernel, or one that cannot serve the call.
+    """
+    _check(q, k, v, mask, window, chunk, softcap, sinks)
+    if mask is None:
+        mask = describe(torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1))
+    spec = Spec(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        kernel=kernel,
+    )
+    # One sink a row and head from here on: it folds as the heads do, and expand's adjoint sums over the rows.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    row_sinks = None if sinks is None else sinks.to(wide).expand(q.shape[0], -1)
+    out, _ = _Attention.apply(
+        q, k, v, row_sinks, mask.positions, mask.documents, mask.valid, mask.consecutive, pick(spec, q.device)
+    )
+    return out
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention: {shapes}; each must be [batch, heads, seq, dim]")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: {shapes}; batch, seq and (of q and k) dim must agree")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must share one dtype")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"attention: {q.shape[1]} query heads over {k.shape[1]} key and value heads do not divide")
+    if mask is not None and mask.seq != q.shape[2]:
+        raise ValueError(
+            f"attention: {q.shape[2]} tokens of a sequence of {mask.seq}: the sequence is split and nothing brings it "
+            f"together for attention. Compose shard_seq with fcp.ulysses over the same axis."
+        )
+    if mask is not None and mask.positions.shape[0] != q.shape[0]:
+        raise ValueError(f"attention: a mask of {mask.positions.shape[0]} rows for a batch of {q.shape[0]}")
+    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"attention: {name}={value} must be above 0 (None for no {name})")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"attention: sinks {tuple(sinks.shape)}; one logit for each of {q.shape[1]} query heads")
+
+
+# --- the Function and its gradient ------------------------------------------------------------------------------------
+#
+# Both take their operands in the order: tensors [batch, heads, ...] (`sinks` is [batch, heads] or None), then the three
+# tensors of the mask [batch, seq], then what is fixed.
+
+
+class _Attention(torch.autograd.Function):
+    """(q, k, v, sinks, mask, spec) -> (out [batch, heads, seq, v_dim], log-sum-exp [batch, heads, seq])."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        positions: Tensor,
+        documents: Tensor | None,
+        valid: Tensor | None,
+        consecutive: bool,
+        spec: Spec,
+    ) -> tuple[Tensor, Tensor]:
+        mask = Mask(positions, documents, valid, consecutive)
+        out, lse = kernels[spec.kernel].forward(q, k, v, mask, spec)
+        if sinks is None:
+            return out, lse
+        with_sink = torch.logaddexp(lse, sinks.unsqueeze(-1))
+        kept = torch.where(lse == -math.inf, 0.0, torch.exp(lse - with_sink))
+        return (out * kept.unsqueeze(-1)).to(out.dtype), with_sink
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.consecutive, ctx.spec = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        out, lse, *tensors = ctx.saved_tensors
+        dq, dk, dv, d_sinks = _AttentionGradient.apply(g, out, lse, *tensors, ctx.consecutive, ctx.spec)
+        return dq, dk, dv, (None if tensors[3] is None else d_sinks), None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Any, Any]:
+        return _one_level_below(_Attention, info.batch_size, in_dims, operands)
+
+
+class _AttentionGradient(torch.autograd.Function):
+    """(g, out, lse, q, k, v, sinks, mask, spec) -> (dq, dk, dv, d_sinks); without sinks, zeros in the last place."""
+
+    @staticmethod
+    def forward(g: Tensor, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        q, k, v, sinks, positions, documents, valid, consecutive, spec = operands
+        mask = Mask(positions, documents, valid, consecutive)
+        dq, dk, dv = kernels[spec.kernel].backward(g, q, k, v, out, lse, mask, spec)
+        if sinks is None:
+            return dq, dk, dv, lse.new_zeros(lse.shape[:2])
+        # A sink's weight multiplies no value, so of the softmax's gradient only the row correction is left.
+        weight = torch.where(lse == -math.inf, 0.0, torch.exp(sinks.unsqueeze(-1) - lse))
+        return dq, dk, dv, -(weight * (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        g, _, _, *tensors, ctx.consecutive, ctx.spec = inputs
+        ctx.save_for_backward(g, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        # `out` and `lse` are functions of q, k, v and sinks, whose cotangents hold what flows through them.
+        g, q, k, v, sinks, *mask = ctx.saved_tensors
+        described = Mask(*mask, ctx.consecutive)
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+
+        def gradient(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.vjp(lambda *i: differentiable(*i, mask=described, spec=ctx.spec), *inputs)[1](g)
+
+        seconds = torch.func.vjp(gradient, g, *inputs)[1](tuple(cotangents[: len(inputs)]))
+        dg, dq, dk, dv, *d_sinks = seconds
+        return dg, None, None, dq, dk, dv, *(d_sinks or [None]), *([None] * 5)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Any, Any]:
+        return _one_level_below(_AttentionGradient, info.batch_size, in_dims, operands)
+
+
+def _one_level_below(
+    function: type[torch.autograd.Function], size: int, in_dims: tuple[Any, ...], operands: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The vmap rule of both: folds the vmapped dim of `size` away, calls `function`, and unfolds what it gives.
+
+    Into the heads where no tensor of the mask has the dim, else into the batch, which the mask has too.
+    """
+    *tensors, consecutive, spec = operands
+    into_batch = any(dim is not None for dim in in_dims[-5:-2])
+
+    def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1) if into_batch else x.movedim(0, 1).flatten(1, 2)
+
+    def unfold(x: Tensor) -> Tensor:
+        return x.unflatten(0, (size, -1)) if into_batch else x.unflatten(1, (size, -1)).movedim(1, 0)
+
+    folded = [fold(x, dim) for x, dim in zip(tensors, in_dims[:-2], strict=True)]
+    if not into_batch:
+        folded[-3:] = tensors[-3:]
+    results = function.apply(*folded, consecutive, spec)
+    return tuple(unfold(x) for x in results), (0,) * len(results)

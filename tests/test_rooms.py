@@ -1,0 +1,125 @@
+"""The arrows between rooms: who may import whom, read off the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("pytree", "typing"),
+    ("axes", "masks", "loss"),
+    ("collectives", "kernels", "_linear"),
+    ("_simulate", "_attention", "_prepare"),
+    ("ops", "remat", "_value_and_grad", "huggingface"),
+    ("model", "sharded", "tables"),
+    ("transforms",),
+    ("_transform",),
+    ("_compare",),
+    ("__init__",),
+    ("_cli_inputs",),
+    ("cli",),
+    ("__main__",),
+)
+"""A file imports from earlier layers only, and from its own layer where `SAME` says so."""
+
+SAME = {("typing", "pytree")}
+
+
+def imports(path: Path, *, runtime_only: bool = True) -> set[str]:
+    """The dotted names of fcp and models that a file imports, without those for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    hidden: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if runtime_only and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            hidden.update(ast.walk(node))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] in ("fcp", "models", "optree", "rich")}
+
+
+def room(name: str) -> str | None:
+    """The file of fcp that a dotted import reaches: fcp.axes.bind -> axes; fcp.pytree -> pytree."""
+    parts = name.split(".")
+    if parts[0] != "fcp" or len(parts) == 1:
+        return None
+    known = {each for layer in LAYERS for each in layer}
+    return parts[1] if parts[1] in known else "__init__"
+
+
+def depth(name: str) -> int:
+    return next(index for index, layer in enumerate(LAYERS) if name in layer)
+
+
+FILES = sorted(path for path in (ROOT / "fcp").rglob("*.py") if "__pycache__" not in path.parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "fcp")))
+def test_arrows_point_one_way(path: Path) -> None:
+    """A lower room that leans on a higher one, so that neither can be read, or replaced, alone."""
+    relative = path.relative_to(ROOT / "fcp")
+    here = relative.parts[0].removesuffix(".py")
+    wrong = []
+    for name in imports(path):
+        there = room(name)
+        if there is None or there == here:
+            continue
+        if depth(there) >= depth(here) and (here, there) not in SAME:
+            wrong.append(f"{here} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fcp" / "transforms").glob("_*.py")), ids=lambda path: path.name)
+def test_transforms_do_not_import_each_other(path: Path) -> None:
+    """A transform that only works together with another one's file."""
+    assert not [name for name in imports(path) if name.startswith("fcp.transforms")]
+
+
+def test_one_file_imports_optree_and_one_imports_rich() -> None:
+    """Two orders of one dict (torch's pytree keeps insertion order, optree sorts); output in two styles."""
+    users = {
+        library: [p.name for p in FILES if library in {n.split(".")[0] for n in imports(p)}]
+        for library in ("optree", "rich")
+    }
+    assert users == {"optree": ["pytree.py"], "rich": ["tables.py"]}
+
+
+def test_fcp_never_imports_models() -> None:
+    """A library that cannot be installed without its examples."""
+    assert not [path.name for path in FILES for name in imports(path, runtime_only=False) if name.startswith("models")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "models").glob("*.py")), ids=lambda path: path.name)
+def test_models_know_no_axis(path: Path) -> None:
+    """A model that computes differently because it knows how it is split."""
+    allowed = {
+        "fcp.typing",
+        "fcp.masks",
+        "fcp.ops",
+        "fcp.model",
+        "fcp.loss",
+        "fcp.pytree",
+        "fcp.huggingface",
+        "fcp.linear",
+    }
+    wrong = [
+        name
+        for name in imports(path)
+        if name.startswith("fcp") and not any(name == each or name.startswith(each + ".") for each in allowed)
+    ]
+    assert not wrong
+
+
+def test_the_check_sees_an_arrow_that_points_back(tmp_path: Path) -> None:
+    """Mutant: a check that reads no imports, and so finds none wrong."""
+    bad = tmp_path / "axes.py"
+    bad.write_text("from fcp._transform import transform\nfrom fcp import masks\nimport fcp.sharded\n")
+    assert {room(name) for name in imports(bad)} == {"_transform", "masks", "sharded"}
+    assert depth("_transform") > depth("axes")
