@@ -1,11 +1,12 @@
 """The sessions: `nox -l` explains them, `nox -s tests` runs one.
 
 All share one environment (.nox/shared): torch and transformers are large, and one copy a session would cost more than
-everything else together. It is made by the first session that needs it and made again when pyproject.toml or
-constraints.txt change.
+everything else together. It is made by the first session that needs it, and made again when the dependencies in
+pyproject.toml or constraints.txt change.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -24,10 +25,10 @@ FILES = ("fcp", "models", "tests", "benchmarks", "noxfile.py")
 
 
 def environment(session: nox.Session) -> None:
-    """Makes the shared environment if it is not there or is of another pyproject.toml or constraints.txt."""
-    wanted = hashlib.sha256(
-        b"".join((ROOT / n).read_bytes() for n in ("pyproject.toml", "constraints.txt"))
-    ).hexdigest()
+    """Makes the shared environment if it is not there, or was made for other dependencies."""
+    project = nox.project.load_toml(ROOT / "pyproject.toml")
+    depends = json.dumps([project["project"], project["dependency-groups"], (ROOT / "constraints.txt").read_text()])
+    wanted = hashlib.sha256(depends.encode()).hexdigest()
     stamp = SHARED / "stamp"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
@@ -35,12 +36,8 @@ def environment(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
     install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
     session.run(*install, "torch", external=True)  # first and alone, so that nothing else decides which build comes
-    session.run(*install, "-e", ".[hf]", *dev_dependencies(), external=True)
+    session.run(*install, "-e", ".[hf]", *nox.project.dependency_groups(project, "dev"), external=True)
     stamp.write_text(wanted)
-
-
-def dev_dependencies() -> list[str]:
-    return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
 
 
 def run(session: nox.Session, *args: str, threads: int | None = None) -> None:

@@ -16,7 +16,8 @@ Left out: forward-mode derivatives, and keys of another length than the queries 
 """
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -179,13 +180,15 @@ class _AttentionGradient(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         # `out` and `lse` are functions of q, k, v and sinks, whose cotangents hold what flows through them.
         g, q, k, v, sinks, *mask = ctx.saved_tensors
-        described = Mask(*mask, ctx.consecutive)
+        described = Mask(*mask, consecutive=ctx.consecutive)
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
 
         def gradient(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.vjp(lambda *i: differentiable(*i, mask=described, spec=ctx.spec), *inputs)[1](g)
+            plain: Any = partial(differentiable, mask=described, spec=ctx.spec)
+            return torch.func.vjp(plain, *inputs)[1](g)
 
-        seconds = torch.func.vjp(gradient, g, *inputs)[1](tuple(cotangents[: len(inputs)]))
+        _, vjp = cast(Any, torch.func.vjp)(gradient, g, *inputs)
+        seconds = vjp(tuple(cotangents[: len(inputs)]))
         dg, dq, dk, dv, *d_sinks = seconds
         return dg, None, None, dq, dk, dv, *(d_sinks or [None]), *([None] * 5)
 

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,19 +81,8 @@ def load_checkpoint(target: str, path: str, dtype: torch.dtype) -> tuple[Any, Mo
     load = getattr(module, "load", None)
     if not callable(load):
         raise ValueError(f"{name}: this module has no load(path, dtype=), so it cannot read {path}")
-    if path.endswith(".gguf"):
-        _without_bars()
     model, params = _called(f"{name}.load({path!r})", load, path, dtype=dtype)
     return module, model, params
-
-
-def _without_bars() -> None:
-    """Keeps transformers from drawing progress bars of its own across those of the command line."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return  # whoever needs it says so, with the way to install it
-    logging.disable_progress_bar()
 
 
 def import_module(name: str) -> Any:
@@ -136,7 +125,8 @@ def with_window(module: Any, model: Model, window: int | None) -> Model:
     """The same model with a sliding window of `window` keys on every layer, by the module's own `model(config)`."""
     if window is None:
         return model
-    config, build = model.config, getattr(module, "model", None)
+    config: Any = model.config
+    build = getattr(module, "model", None)
     fields = {f.name for f in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
     if "sliding_window" not in fields or not callable(build):
         raise ValueError(
@@ -144,7 +134,7 @@ def with_window(module: Any, model: Model, window: int | None) -> Model:
             f"sliding_window"
         )
     changes = {"sliding_window": window, **({"layer_types": None} if "layer_types" in fields else {})}
-    return _called(f"{module.__name__}.model", build, dataclasses.replace(config, **changes))
+    return _called(f"{module.__name__}.model", build, cast(Any, dataclasses.replace)(config, **changes))
 
 
 def shake(params: Params, seed: int) -> Params:

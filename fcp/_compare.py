@@ -9,8 +9,9 @@ NaN on either side is an infinite error.
 
 The one judgement is scale. A leaf whose gradient is zero in exact arithmetic (a key bias without rotary positions:
 softmax does not see it) holds rounding noise alone, and noise measured against noise is never small; so a leaf is
-measured against at least `FLOOR` of the largest gradient. What a dtype's rounding may amount to is `TOLERANCE`; its
-float32 bound has room for deep models (30 layers of a trained one differ by 2e-5, and every layer adds).
+measured against at least `FLOOR` of the largest gradient. What a dtype's rounding may amount to is `TOLERANCE`. Its
+float32 bound is for deep models: over the 30 layers of a trained one (SmolLM2, 135 million parameters) float32
+gradients lie 6e-5 from the float64 ones, sharded or not, and 4e-5 from each other.
 """
 
 import math

@@ -61,7 +61,7 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
         raise ValueError("prepare: give exactly one of input_ids [batch, seq] and inputs_embeds [batch, seq, hidden]")
     tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
     _check(given)
-    lead = embeds if tokens is None else tokens
+    lead: Tensor = given["inputs_embeds"] if tokens is None else tokens
     rows = lead.shape[:2]
 
     valid = given.get("attention_mask")

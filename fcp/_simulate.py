@@ -7,7 +7,9 @@ the plain one does.
 
 What leaves must be the same on every rank. A loss that is still varying is a forgotten `psum`; a gradient taken
 inside the map that is still varying is a forgotten `pvary`. Both are errors here that name the axis, where on real
-processes they would be wrong numbers.
+processes they would be wrong numbers. One forgotten pvary leaves nothing varying and is not seen: that of a value with
+which all ranks do the same work, whose results a psum then counts once a rank. The gradients taken inside the map and
+outside it then differ.
 
 `map_ranks` is the one place that opens a vmap level. It also gives back which outputs are batched, which
 rematerialisation needs to bind an axis again around a function that it replays.
@@ -81,9 +83,9 @@ def _over_one_axis(fn: Callable[..., Any], name: str, size: int, *args: Any) -> 
     if still:
         raise ValueError(
             f"simulate: {', '.join(still[:4])}{', ...' if len(still) > 4 else ''} still varies over axis {name!r}: "
-            f"every rank would return another value. For a loss, a psum is missing: fcp.psum(loss, {name!r}). For a slice, "
-            f"join it: fcp.unshard(x, {name!r}, dim=...). For a gradient taken inside the map, a pvary is missing: "
-            f"fcp.pvary(parameter, {name!r}) before the work that differs between the ranks."
+            f"every rank would return another value. For a loss, a psum is missing: fcp.psum(loss, {name!r}). For a "
+            f"slice, join it: fcp.unshard(x, {name!r}, dim=...). For a gradient taken inside the map, a pvary is "
+            f"missing: fcp.pvary(parameter, {name!r}) before the work that differs between the ranks."
         )
     if size > 1 and not used:
         raise ValueError(

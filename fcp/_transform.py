@@ -12,7 +12,7 @@ left out); and a record of what was applied.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fcp._prepare import prepare
 from fcp._simulate import simulate
@@ -120,7 +120,7 @@ def transform(
 
 
 def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
-    if not callable(model_fn):
+    if not callable(model_fn) or isinstance(model_fn, type):
         raise ValueError(f"transform: {model_fn!r} is no model function (params, inputs, ops) -> Output")
     if isinstance(model_fn, Transformed):
         raise ValueError("transform: this model was transformed already; transform the model itself, naming every axis")
@@ -129,7 +129,7 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
             raise ValueError(f"transform: {name}={size!r} must be a number of ranks, 1 or more")
     if kernel != "auto" and kernel not in kernels:
         raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(kernels)}")
-    base: Any = base_model(model_fn)
+    base: Any = base_model(cast(Any, model_fn))
     config = getattr(base, "config", None)
     # Whatever a config calls it (attention_dropout, resid_pdrop, ...); classification heads are no part of the model.
     dropout = {

@@ -13,11 +13,11 @@ rank holds alike. If it is not, a `pvary` is missing, and on processes the copie
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch._C._functorch as _functorch
 from torch import Tensor
-from torch._C import _functorch
 
 from fcp import pytree
 from fcp.axes import varying
@@ -85,7 +85,7 @@ def _within(of_floats: Callable[..., Any], floats: list[Tensor]) -> tuple[Any, l
         found, spec = pytree.flatten(out)  # torch.func walks torch's own pytrees: hand it a list
         return loss, found
 
-    loss, vjp, out = torch.func.vjp(with_aux, *floats, has_aux=True)
+    loss, vjp, out = cast(Any, torch.func.vjp)(with_aux, *floats, has_aux=True)
     # A torch.func.grad around this call differentiates these gradients; without their graph it would find zeros.
     levels = _functorch.get_interpreter_stack() or []
     again = any(level.key() == _functorch.TransformType.Grad for level in levels)

@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
+import torch._C._functorch as _functorch
 from torch import Tensor
-from torch._C import _functorch
 
 __all__ = ["Axes", "Axis", "axis_index", "axis_size", "bind", "bound", "lookup", "names_of", "varying"]
 

@@ -21,7 +21,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -173,9 +174,9 @@ def _check(args: argparse.Namespace) -> int:
         )
     text = None if args.text is None else read_text(args.text)
     with tables.steps(2 + len(meshes)) as step:
-        with step(f"reading {args.checkpoint or args.target}"):
+        with step(f"reading {_source(args)}"):
             model, make_params = _read(args, dtype)
-            sharded = [transform(model, **mesh, remat=args.remat) for mesh in meshes]
+            sharded = [transform(model, remat=args.remat, **cast(Any, mesh)) for mesh in meshes]
             inputs = prepare(_batch(args, _sizes(meshes, args.batch), model, text))
             params = make_params()
         if int(inputs.num_targets) == 0:
@@ -231,6 +232,10 @@ def _sizes(meshes: list[dict[str, int]], batch: int | None) -> int:
     return batch
 
 
+def _source(args: argparse.Namespace) -> str:
+    return Path(args.checkpoint).name or args.checkpoint if args.checkpoint else args.target
+
+
 def _axes(fn: Transformed) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in fn.axes.items()) or "one rank"
 
@@ -246,7 +251,7 @@ def _head(args: argparse.Namespace, params: Params, inputs: Inputs, dtype: torch
     said += [f"padded {args.pad}"] if args.pad else []
     said += [f"window {args.window}"] if args.window else []
     return (
-        f"{args.checkpoint or args.target}: {size} parameters in {len(leaves)} leaves, "
+        f"{_source(args)}: {size} parameters in {len(leaves)} leaves, "
         f"{str(dtype).removeprefix('torch.')}; {', '.join(said)}"
     )
 

@@ -394,11 +394,11 @@ def _finish(x: Tensor, call: _Call) -> Tensor:
     order = [call.folded.index(name) for name in call.names]
     if rule.takes == VARYING:
         x = x.permute(*order, *range(count, x.dim())).flatten(0, count - 1)
-    _note(rule, call, x.shape[(rule.takes == VARYING) + call.extra :], x.dtype)
+    _note(rule, call, tuple(x.shape[(rule.takes == VARYING) + call.extra :]), x.dtype)
     y = rule.dense(x, size, rule)
     if rule.adjoint is not None and _trace.get() is not None:
         back = replace(rule.adjoint(rule), backward=True)
-        y = _Tap.apply(y, (back, call, y.shape[(rule.gives == VARYING) + call.extra :]))
+        y = _Tap.apply(y, (back, call, tuple(y.shape[(rule.gives == VARYING) + call.extra :])))
     if rule.gives == VARYING:
         inverse = [call.names.index(name) for name in call.folded]
         y = y.unflatten(0, call.sizes).permute(*inverse, *range(count, y.dim() + count - 1))
@@ -427,9 +427,7 @@ class _Collective(torch.autograd.Function):
                 rest = g.new_zeros((call.size_of(name) - 1, *g.shape))
                 g = torch.cat([g.unsqueeze(0), rest])
         g = _Collective.apply(g, replace(call, rule=rule), *indices)
-        if (
-            rule.gives == COPIES and call.folded
-        ):  # what was handed in has the folded axes in front: a copy for each of their ranks
+        if rule.gives == COPIES and call.folded:  # the operand has the folded axes in front: a copy for each rank
             g = g.expand(*(call.size_of(name) for name in call.folded), *g.shape)
         return g, None, *(None for _ in indices)
 
@@ -526,10 +524,10 @@ def record() -> Iterator[list[Event]]:
         _trace.reset(token)
 
 
-def _note(rule: _Rule, call: _Call, shape: torch.Size, dtype: torch.dtype) -> None:
+def _note(rule: _Rule, call: _Call, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     events = _trace.get()
     if events is not None:
-        events.append(Event(rule.name, call.names, tuple(shape), dtype, rule.backward))
+        events.append(Event(rule.name, call.names, shape, dtype, rule.backward))
 
 
 class _Tap(torch.autograd.Function):
@@ -541,7 +539,7 @@ class _Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, noted: tuple[_Rule, _Call, torch.Size]) -> Tensor:
+    def forward(x: Tensor, noted: tuple[_Rule, _Call, tuple[int, ...]]) -> Tensor:
         return x.view_as(x)
 
     @staticmethod

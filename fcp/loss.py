@@ -48,8 +48,8 @@ def token_losses(
     """
     keep = targets != IGNORED
     peak = reduce_max(logits.detach().amax(-1).to(torch.promote_types(logits.dtype, torch.float32)))
-    column = torch.where(keep, targets - first, -1)
-    column = torch.where((column >= 0) & (column < logits.shape[-1]), column, -1)
+    column = targets - first
+    column = torch.where(column < logits.shape[-1], column, -1)
     total, picked = _ExpSumAndPick.apply(logits, column, peak, keep)
     held = (column >= 0).to(total.dtype)
     total, picked, held = reduce_sum(torch.stack([total, picked, held])).unbind()
@@ -65,7 +65,7 @@ def mean_loss(total: Float[Tensor, ""] | None, num_targets: Int[Tensor, ""]) -> 
 class _ExpSumAndPick(torch.autograd.Function):
     """(logits, column, peak, keep) -> (sum exp(logits - peak), logits[column] - peak), each [*tokens].
 
-    column -1: the target is not among these columns; picked is 0. Where keep is False: (1, 0), no gradient.
+    column below 0: the target is not among these columns; picked is 0. Where keep is False: (1, 0), no gradient.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class _ExpSumAndPickGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         g_total, _, logits, column, peak, keep = ctx.saved_tensors
-        h = torch.where(keep.unsqueeze(-1), h, 0.0).to(peak.dtype)
+        h = h.to(peak.dtype)
         exp = torch.where(keep.unsqueeze(-1), torch.exp(logits - peak.unsqueeze(-1)), 0.0)
         for_total = (h * exp).sum(-1)
         for_picked = torch.where(column >= 0, h.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)

@@ -84,17 +84,17 @@ def describe(
     shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
     if len(set(shapes.values())) > 1 or positions.dim() not in (1, 2):
         raise ValueError(f"masks.describe: {shapes}: all must be [batch, seq], of one shape")
-    positions = torch.atleast_2d(positions).to(torch.int64)
+    positions = positions.to(torch.int64).reshape(-1, positions.shape[-1])
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     if documents is None:
         documents, consecutive = starts.cumsum(-1) - 1, True
     else:
-        documents = torch.atleast_2d(documents).to(torch.int64)
+        documents = documents.to(torch.int64).reshape(positions.shape)
         inside = documents[:, 1:] == documents[:, :-1]
         consecutive = not bool((inside & starts[:, 1:]).any()) and not _come_back(documents)
     if valid is not None:
-        valid = torch.atleast_2d(valid).bool()
+        valid = valid.bool().reshape(positions.shape)
     return Mask(
         positions,
         documents if bool((documents != documents[:, :1]).any()) else None,

@@ -7,7 +7,7 @@ Under `simulate` the inputs are batched over the ranks and the Function has to s
 axis again around `fn` one level below. At the bottom it therefore saves plain tensors, and its backward replays the
 function together with its map. The rank indices are operands, which is how the rule knows whose level it is at.
 
-Inside a function that is rematerialised already nothing more is saved by doing it again: a nested one is the plain call.
+Inside a function that is rematerialised already, doing it again saves nothing more: a nested one is the plain call.
 
 A tensor that `fn` closes over is not seen by any of this: its gradient would be lost without a word. One that a
 gradient or a rank dimension follows is refused where it is found; pass it as an argument.
@@ -20,11 +20,11 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch._C._functorch as _functorch
 from torch import Tensor
-from torch._C import _functorch
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from fcp import pytree
@@ -64,6 +64,8 @@ def rematerialize(fn: Callable[..., Any]) -> Callable[..., Any]:
         is_tensor = [isinstance(x, Tensor) for x in found]
         tensors = [x for x in found if isinstance(x, Tensor)]
         rest = [None if isinstance(x, Tensor) else x for x in found]
+        live = [axis for axis in bound().values() if axis.index is not None]
+        single = [axis for axis in bound().values() if axis.index is None]  # no level to bind them at in a replay
         out: list[Any] = []
         out_spec: Any = None
 
@@ -73,13 +75,15 @@ def rematerialize(fn: Callable[..., Any]) -> Callable[..., Any]:
             whole = [next(given) if here else x for here, x in zip(is_tensor, rest, strict=True)]
             token = _replaying.set(True)
             try:
-                leaves, out_spec = pytree.flatten(fn(*pytree.unflatten(spec, whole)))
+                with contextlib.ExitStack() as stack:
+                    for axis in single:
+                        stack.enter_context(bind(axis))
+                    leaves, out_spec = pytree.flatten(fn(*pytree.unflatten(spec, whole)))
             finally:
                 _replaying.reset(token)
             out[:] = [None if isinstance(x, Tensor) else x for x in leaves]  # keeps no tensor alive
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
-        live = [axis for axis in bound().values() if axis.index is not None]
         axes = tuple(replace(axis, index=None) for axis in live)
         given = iter(_Remat.apply(flat, axes, len(tensors), *tensors, *(axis.index for axis in live)))
         return pytree.unflatten(out_spec, [next(given) if x is None else x for x in out])
@@ -140,7 +144,7 @@ class _Remat(torch.autograd.Function):
         with contextlib.ExitStack() as stack:  # this may run on another thread, where nothing is bound
             for axis, index in zip(ctx.axes, indices, strict=True):
                 stack.enter_context(bind(replace(axis, index=index)))
-            _, vjp = torch.func.vjp(of_floats, *(values[i] for i in moving))
+            _, vjp = cast(Any, torch.func.vjp)(of_floats, *(values[i] for i in moving))
             found = vjp(
                 tuple(g for g, moves in zip(cotangents, ctx.moves, strict=True) if moves),
                 retain_graph=torch.is_grad_enabled(),  # a second graph only where one is wanted

@@ -102,7 +102,7 @@ class Sharded:
 
     def on_local(self, params: Params, inputs: Inputs, ops: Ops) -> Output:
         """The function on parameters that are laid out already."""
-        inner = self.inner.on_local if isinstance(self.inner, Sharded) else self.inner
+        inner: Any = self.inner.on_local if isinstance(self.inner, Sharded) else self.inner
         return self.run(inner, params, inputs, ops)
 
     def placements(self, params: Params) -> dict[str, Placement]:

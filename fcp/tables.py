@@ -71,7 +71,8 @@ def mimebundle(renderable: Any) -> dict[str, str]:
         def __rich__(self) -> Any:
             return renderable
 
-    return Shown()._repr_mimebundle_((), ())
+    shown: Any = Shown()
+    return shown._repr_mimebundle_((), ())
 
 
 @contextmanager
@@ -80,7 +81,8 @@ def steps(total: int) -> Iterator[Callable[[str], Any]]:
 
     Between two steps nothing is drawn, so results can be printed there.
     """
-    console = Console(stderr=True, highlight=False)
+    stream = sys.stderr
+    console = Console(file=stream, highlight=False)
     done = 0
 
     @contextmanager
@@ -88,7 +90,7 @@ def steps(total: int) -> Iterator[Callable[[str], Any]]:
         nonlocal done
         done += 1
         if not console.is_terminal:
-            print(f"fcp: [{done}/{total}] {what}", file=sys.stderr, flush=True)
+            print(f"fcp: [{done}/{total}] {what}", file=stream, flush=True)
             yield
             return
         columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))

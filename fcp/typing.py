@@ -39,7 +39,7 @@ IGNORED = -100
 
 
 class Output(NamedTuple):
-    """What a model function returns: `loss` (scalar; None without labels) and `logits` [batch, seq, vocab] (or None)."""
+    """What a model gives: `loss`, a scalar (None without labels), and `logits`, [batch, seq, vocab] (or None)."""
 
     loss: Float[Tensor, ""] | None
     logits: Float[Tensor, "batch seq vocab"] | None

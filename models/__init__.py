@@ -1,1 +1,1 @@
-"""Model families as pure functions, one file each. They know no axis; see `fcp.ops` for what they ask of a transform."""
+"""Model families as pure functions, one file each. They know no axis: see `fcp.ops` for what they ask."""

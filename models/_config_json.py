@@ -73,7 +73,7 @@ def fields_from_json(values: Mapping[str, Any], names: Iterable[str]) -> dict[st
     heads = values["num_attention_heads"]
     found.setdefault("num_key_value_heads", heads)
     found.setdefault("head_dim", values["hidden_size"] // heads)
-    if isinstance(found.get("eos_token_id"), list):
+    if isinstance(found.get("eos_token_id"), list):  # any one of several ends a text
         found["eos_token_id"] = tuple(found["eos_token_id"])
     return {**found, **_rope(values), **_windows(values)}
 
@@ -94,7 +94,9 @@ def _refused(values: Mapping[str, Any]) -> list[str]:
 def _neutral(name: str, value: Any) -> bool:
     if value is None or name == "is_causal":
         return value is not False
-    return value == 1 if any(part in name for part in FACTORS) else not value
+    if any(part in name for part in FACTORS) and value is not False:
+        return value == 1
+    return not value
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,13 +116,15 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers slide: Mistral's all, Qwen's those listed (or from max_window_layers on) if it uses windows at all."""
+    """Which layers slide: Mistral's all; Qwen's those listed, or from max_window_layers on, if it uses windows."""
     kind, window, layers = values["model_type"], values.get("sliding_window"), values["num_hidden_layers"]
     types = values.get("layer_types")
     slides = types is not None and any(name != "full_attention" for name in types)
     if kind == "llama":
         if window is not None or slides:
-            raise ValueError("sliding_window or layer_types that slide, of llama: its layers see everything (mistral's do)")
+            raise ValueError(
+                "sliding_window or layer_types that slide, of llama: its layers see everything (mistral's do)"
+            )
         return {"sliding_window": None, "layer_types": None}
     if kind == "mistral":
         if types is not None and any(name != "sliding_attention" for name in types) and window is not None:
@@ -156,13 +160,15 @@ def fields_to_json(fields: Mapping[str, Any], windows: list[int | None]) -> dict
         values["max_window_layers"] = types.index("sliding_attention") if values["use_sliding_window"] else len(types)
     else:
         if len(set(types)) > 1:
-            raise ValueError(f"config.json: transformers' {kind} has no layers of different windows; qwen2 and qwen3 have")
+            raise ValueError(
+                f"config.json: transformers' {kind} has no layers of different windows; qwen2 and qwen3 have"
+            )
         del values["layer_types"]
     wrong = _refused(values)
     for name, kinds in BIASES.items():
         if kind not in kinds:
             del values[name]
-    if kind == "llama" and values["sliding_window"] is not None:
+    if kind == "llama" and values.pop("sliding_window") is not None:
         wrong.append("sliding_window of llama (mistral is llama with a window)")
     if wrong:
         raise ValueError(f"config.json: transformers does not compute {'; '.join(wrong)}")

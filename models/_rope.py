@@ -1,7 +1,14 @@
 """Rotary position embeddings and their scalings (Su et al. 2021, section 3.4), shared by the families.
 
-Everything here is computed from position ids, never from a local length. One scaling, "dynamic", depends on how long the
-sequence is: it reads `num_positions`, counted once on the whole batch, because a slice would take its own.
+Everything here is computed from position ids, never from a local length. One scaling, "dynamic", depends on how long
+the sequence is: it reads `num_positions`, counted once on the whole batch, because a slice would take its own.
+
+The formulas are those of transformers' `modeling_rope_utils`, which checkpoints were made for, with two differences.
+Tables of a float64 model are float64 (transformers' are float32 at the widest). And "dynamic" is a function of the
+batch at hand, where a transformers module keeps the longest stretch it has met until a sequence fits the original
+length again.
+
+Left out: "longrope", heads that are rotated in part, and a scaling for each kind of layer. They are refused.
 """
 
 import math
@@ -34,10 +41,11 @@ OPTIONAL = {
         "truncate",
     )
 }
+"""What else it reads; any other key is refused, because it would be passed over."""
 
 
 def check_rope(scaling: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for a scaling that is not among `TYPES`, lacks one of its numbers, or has one it does not read."""
+    """Raises ValueError for a scaling that is not among `TYPES`, lacks a number, or has one that is not read."""
     if not scaling:
         return
     kind = rope_type(scaling)
@@ -63,7 +71,7 @@ def check_rope(scaling: Mapping[str, Any] | None) -> None:
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
     scaling = scaling or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default"  # "type" until transformers 4.42
+    return scaling.get("rope_type") or scaling.get("type") or "default"  # older files say "type"
 
 
 def rope_tables(
@@ -128,7 +136,7 @@ def _yarn(frequency: Tensor, scaling: Mapping[str, Any], dim: int, theta: float,
         """The pair of dims that makes this many turns over the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    low, high = pair(float(scaling.get("beta_fast") or 32)), pair(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -141,7 +149,7 @@ def _yarn(frequency: Tensor, scaling: Mapping[str, Any], dim: int, theta: float,
 
     given, mscale, mscale_all = (scaling.get(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is None:
-        given = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
+        given = gain(float(mscale)) / gain(float(mscale_all)) if mscale and mscale_all else gain(1.0)
     return frequency * (1 - stretched) + frequency / factor * stretched, float(given)
 
 

@@ -6,11 +6,15 @@
     Qwen3     Yang et al. 2025, section 2           + an RMS norm on each query and key head
     SmolLM    Allal et al. 2025                     Llama with tied embeddings
 
-Read from top to bottom: the config, the function (`apply`), its layer, how parameters are made and named, how they may be
-split, and how a checkpoint is read and written. Parameters are nested as the checkpoint names them, so a leaf's
-path is its tensor's name.
+Read from top to bottom: the config, the function (`apply`), its layer, how parameters are made and named, how they may
+be split, and how a checkpoint is read and written. Parameters are nested as the checkpoint names them, so a leaf's path
+is its tensor's name.
 
-Nothing here knows an axis. Sizes that a transform may make local (heads, the width of the MLP) are read off the weights.
+Nothing here knows an axis. Sizes that a transform may make local (heads, the MLP's width) are read off the weights.
+
+Equal to transformers' modules in float32. Two things differ by intent: with float64 parameters everything is
+float64 (their norms and rotary tables are float32 at the widest), and the pad token's row is a row like any other
+(their embedding gives it no gradient).
 """
 
 import dataclasses
@@ -31,11 +35,10 @@ from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
-from models._rope import apply_rope, check_rope, rope_tables
+from models._config_json import FAMILIES, fields_from_json, fields_to_json
+from models._rope import apply_rope, check_rope, rope_tables, rope_type
 
-__all__ = ["Config", "load", "model", "save", "tiny"]
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+__all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Config:
 
     `layer_types` says for each layer "full_attention" or "sliding_attention"; None: every layer slides where
     `sliding_window` is set. A window of W means W keys, the query itself included.
+
+    Raises:
+        ValueError: sizes that do not fit together, an unknown layer type or rope scaling.
     """
 
     model_type: str = "llama"
@@ -65,15 +71,24 @@ class Config:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         wrong = []
         if self.model_type not in FAMILIES:
             wrong.append(f"model_type {self.model_type!r} is none of {', '.join(FAMILIES)}")
-        if self.num_attention_heads % self.num_key_value_heads:
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        counts += ("num_key_value_heads", "head_dim", "max_position_embeddings")
+        wrong += [f"{name} {getattr(self, name)} is below 1" for name in counts if getattr(self, name) < 1]
+        if not wrong and self.num_attention_heads % self.num_key_value_heads:
             wrong.append(f"{self.num_key_value_heads} kv heads do not divide {self.num_attention_heads} query heads")
         if self.head_dim % 2:
             wrong.append(f"head_dim {self.head_dim} is odd, and rotary positions rotate pairs")
+        if self.head_dim == 2 and rope_type(self.rope_scaling) == "dynamic":
+            wrong.append("head_dim 2 has one rotary pair, and dynamic scaling stretches all but the first")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            wrong.append(f"sliding_window {self.sliding_window} is below 1 (None for no window)")
         if self.layer_types is not None:
             unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
             if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -128,10 +143,9 @@ def tiny(**overrides: Any) -> Model:
 def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
     """The loss and logits of a batch."""
     body = params["model"]
-    if inputs.embeds is None:
+    x = inputs.embeds
+    if x is None:
         x = ops.layer(partial(_embed, ops), body["embed_tokens"], inputs.tokens)
-    else:
-        x = inputs.embeds
     cos, sin = rope_tables(
         inputs.positions,
         inputs.num_positions,
@@ -302,58 +316,17 @@ def config_from_json(values: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: another model type, or a setting that this file does not compute.
     """
-    kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"models.llama: model_type {kind!r} is none of {', '.join(FAMILIES)}")
-    refused = []
-    if values.get("hidden_act", "silu") != "silu":
-        refused.append(f"hidden_act {values['hidden_act']!r} (silu is computed)")
-    if values.get("attention_dropout"):
-        refused.append(f"attention_dropout {values['attention_dropout']} (set it to 0)")
-    if refused:
-        raise ValueError(f"models.llama: {'; '.join(refused)}")
-    names = {field.name for field in dataclasses.fields(Config)}
-    found = {name: value for name, value in values.items() if name in names and value is not None}
-    # transformers 5 writes rope_theta and the scaling together, earlier versions apart.
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    found["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta", 10000.0))
-    found["rope_scaling"] = rope if rope.get("rope_type", rope.get("type", "default")) != "default" else None
-    found.setdefault("num_key_value_heads", values["num_attention_heads"])
-    found.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    found.update(_windows(values))
-    return Config(**found)
-
-
-def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers slide: Mistral's all, Qwen's those listed (or from max_window_layers on) if it uses windows at all."""
-    kind, window = values["model_type"], values.get("sliding_window")
-    if kind == "llama" or (kind != "mistral" and not values.get("use_sliding_window", False)):
-        window = None
-    if window is None:
-        return {"sliding_window": None, "layer_types": None}
-    types, layers = values.get("layer_types"), values["num_hidden_layers"]
-    if types is None and kind != "mistral":
-        first = values.get("max_window_layers", layers)
-        types = ["full_attention" if index < first else "sliding_attention" for index in range(layers)]
-    return {"sliding_window": window, "layer_types": None if types is None else tuple(types)}
+    return Config(**fields_from_json(values, [field.name for field in dataclasses.fields(Config)]))
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """A config.json that transformers reads."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-    del values["rope_scaling"], values["rope_theta"]
-    types = [
-        "full_attention" if config.window(index) is None else "sliding_attention"
-        for index in range(config.num_hidden_layers)
-    ]
-    values.update(rope_parameters=rope, hidden_act="silu", attention_dropout=0.0, layer_types=types)
-    if config.model_type.startswith("qwen"):
-        values["use_sliding_window"] = config.sliding_window is not None
-        values["max_window_layers"] = types.index("sliding_attention") if "sliding_attention" in types else len(types)
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    values["architectures"] = [f"{names[config.model_type]}ForCausalLM"]
-    return values
+    """A config.json that transformers reads as the same model.
+
+    Raises:
+        ValueError: what transformers' class of this family does not compute (a window on llama, biases on mistral).
+    """
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return fields_to_json(fields, [config.window(index) for index in range(config.num_hidden_layers)])
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Model, Params]:
@@ -368,15 +341,23 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Model, Par
             shape, all named.
     """
     values, tensors = huggingface.read(path)
-    config = config_from_json(values)
-    huggingface.check_tensors(
-        path, shapes(config), tensors, tied={"lm_head.weight"} if config.tie_word_embeddings else ()
-    )
-    wanted = {name: tensors[name] if dtype is None else tensors[name].to(dtype) for name in shapes(config)}
-    return model(config), pytree.nest(wanted)
+    try:
+        config = config_from_json(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: config: {error}") from None
+    wanted = shapes(config)
+    # Early Llama checkpoints store a table that is computed here.
+    tensors = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"} if config.tie_word_embeddings else ())
+    return model(config), pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
 
 
 def save(folder: str | Path, config: Config, params: Params) -> None:
-    """Writes config.json and model.safetensors, tensor for tensor, so that `load` and transformers read them back."""
+    """Writes config.json and model.safetensors, tensor for tensor, so that `load` and transformers read them back.
+
+    Raises:
+        ValueError: parameters that are not this config's, or a config that transformers has no class for.
+    """
     tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
+    huggingface.check_tensors(folder, shapes(config), tensors)
     huggingface.write(folder, config_to_json(config), tensors)

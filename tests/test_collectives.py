@@ -503,8 +503,9 @@ BETWEEN = [(mesh, 1) for mesh in TWO_AXES[:4]] + [(mesh, above) for mesh in THRE
 @pytest.mark.parametrize("case", CASES + AFTER_PVARY, ids=_id)
 def test_backward_between_the_levels_of_a_tuple(case, mesh, above):
     """Catches a gradient where only some axes of the tuple are folded: a sum or a copy too many or too few."""
-    bench = Bench(case, mesh)
-    assert difference(bench.adjoint_between(bench.y(), above), bench.expected_adjoint(bench.y())) == EXACT
+    for each in (case, under_vmap(case, 0)):
+        bench = Bench(each, mesh)
+        assert difference(bench.adjoint_between(bench.y(), above), bench.expected_adjoint(bench.y())) == EXACT
 
 
 @pytest.mark.parametrize("mesh", [ONE_AXIS[1], ONE_AXIS[4], *TWO_AXES[:5], THREE_AXES[5]], ids=_id)

@@ -725,6 +725,24 @@ def test_a_second_derivative_that_forgets_an_operand_shows(
     assert max(map(fcp.relative_error, wanted, _second(fcp.attention, operands, True, mask=PLAIN))) > 1e-6
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_the_gradient_of_a_query_without_a_key_is_zero_in_its_cotangent_too(with_sinks: bool) -> None:
+    """Catches a second derivative in which an empty row averages all values: its cotangent would seem to matter."""
+    operands = qkv() + ([random(4, seed=4)] if with_sinks else [])
+    mask, directions = MASKS["left padding"], [random(*x.shape, seed=20 + i) for i, x in enumerate(operands)]
+
+    def moved(fn: Callable[..., Tensor]) -> Tensor:
+        def along(weights: Tensor) -> Tensor:
+            found = results(fn, operands, weights, with_sinks, mask=mask)
+            return sum((found[name] * d).sum() for name, d in zip(("q", "k", "v", "sinks"), directions, strict=False))
+
+        return grad(along)(random(2, 4, 8, 4, seed=5))
+
+    wanted, got = moved(plain), moved(fcp.attention)
+    assert fcp.relative_error(wanted, got) < FLOAT64
+    assert not bool(got[0, :, :3].any()) and bool(got[0, :, 3:].any())
+
+
 def test_second_derivatives_under_vmap() -> None:
     """Catches the second backward reading a batched mask or operand as if it were whole."""
     for names in ({"q", "k", "v"}, {"q", "valid", "documents"}, {"sinks"}):
