@@ -20,7 +20,6 @@ from fcp._simulate import simulate
 from fcp._transform import Transformed, transform
 from fcp._value_and_grad import value_and_grad
 from fcp.collectives import (
-    Event,
     all_gather,
     all_to_all,
     axis_index,
@@ -31,7 +30,6 @@ from fcp.collectives import (
     psum,
     psum_scatter,
     pvary,
-    record,
     shard,
     unshard,
 )
@@ -41,6 +39,7 @@ from fcp.model import Model
 from fcp.ops import LOCAL, Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Sharded
+from fcp.trace import Event, record
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq

@@ -33,7 +33,8 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
     """Turns a batch with Hugging Face's names into `Inputs`; `Inputs` come back as they are.
 
     Args:
-        batch: with `input_ids` [batch, seq] int64 or `inputs_embeds` [batch, seq, hidden], and optionally
+        batch: with `input_ids` [batch, seq] int64 or `inputs_embeds` [batch, seq, hidden] (zeros are put in the place
+            of those of padding), and optionally
             `labels` [batch, seq], unshifted, -100 for none;
             `attention_mask` [batch, seq], 1 for real tokens, 0 for padding on either side;
             `position_ids` [batch, seq] or [seq]: 0..seq-1 by default. Where they are given, a new document starts
@@ -66,6 +67,8 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
 
     valid = given.get("attention_mask")
     valid = None if valid is None else valid != 0
+    if embeds is not None and valid is not None:  # what lies there is nobody's: a NaN would reach others as 0 * NaN
+        embeds = torch.where(valid[..., None], embeds, 0.0)
     arange = torch.arange(rows[1], device=lead.device).expand(rows)
     positions = given.get("position_ids")
     if positions is None:

@@ -12,7 +12,8 @@ import fcp
 from fcp import _prepare
 from fcp.masks import count_pairs, materialize
 from fcp.typing import IGNORED
-from tests.toys import PACK8
+from tests.tolerances import FLOAT64
+from tests.toys import PACK8, tokens, toy
 
 NONE = IGNORED
 
@@ -339,3 +340,21 @@ def test_every_faulty_shift_is_told_apart(monkeypatch: pytest.MonkeyPatch, name:
     assert found() == wanted
     monkeypatch.setattr(_prepare, "_shift", MUTANTS[name])
     assert found() != wanted
+
+
+def test_embeddings_of_padding_are_selected_away() -> None:
+    """Unused memory that holds NaN: multiplied by a weight of zero in attention it would reach every real token."""
+    model, params = toy()
+    table = params["model"]["embed_tokens"]["weight"]
+    ids = tokens(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    dirty = torch.where(mask[..., None] == 1, table[ids], torch.nan)
+    for fn in (model, fcp.transform(model, cp=4), fcp.transform(model, cp=2, tp=2)):
+        clean = fn(params, {"input_ids": ids, "labels": ids, "attention_mask": mask})
+        out = fn(params, {"inputs_embeds": dirty, "labels": ids, "attention_mask": mask})
+        assert fcp.relative_error(clean.loss, out.loss) < FLOAT64
+        assert fcp.relative_error(clean.logits[mask == 1], out.logits[mask == 1]) < FLOAT64
+        grads = torch.func.grad(
+            lambda p, fn=fn: fn(p, {"inputs_embeds": dirty, "labels": ids, "attention_mask": mask}).loss
+        )(params)
+        assert all(bool(x.isfinite().all()) for x in fcp.pytree.leaves(grads))

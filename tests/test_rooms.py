@@ -9,8 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("pytree", "typing"),
-    ("axes", "masks", "loss"),
-    ("collectives", "kernels", "_linear"),
+    ("axes", "trace", "masks", "loss"),
+    ("_collective", "kernels", "_linear"),
+    ("collectives",),
     ("_simulate", "_attention", "_prepare"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fcp
-from fcp import collectives
+from fcp import trace
 from tests.toys import batch_of, tokens, toy
 
 
@@ -235,34 +235,31 @@ def test_a_model_has_the_same_events_wherever_it_is_differentiated(mesh):
     assert any(backward for *_, backward in inside) and any(not backward for *_, backward in inside)
 
 
-def _silent_tap(x, noted):
+def _silent_tap(x, event):
     return x
 
 
-def _noted_twice(rule, call, shape, dtype):
-    NOTE(rule, call, shape, dtype)
-    if rule.name == "psum_scatter":
-        NOTE(rule, call, shape, dtype)
-
-
-def _never_backward(rule, call, shape, dtype):
-    NOTE(replace(rule, backward=False), call, shape, dtype)
-
-
-NOTE = collectives._note
+def _noted_twice(event):
+    trace.note(event)
+    if event.name == "psum_scatter":
+        trace.note(event)
 
 
 @pytest.mark.parametrize(
     ("name", "where", "mutant"),
     [
-        ("the outer gradient is not noted", "_Tap.apply", _silent_tap),
-        ("one collective is noted twice", "_note", _noted_twice),
-        ("backward is noted as forward", "_note", _never_backward),
+        ("the outer gradient is not noted", "_collective.tap", _silent_tap),
+        ("one collective is noted twice", "_collective.note", _noted_twice),
+        (
+            "backward is noted as forward",
+            "_collective.tap",
+            lambda x, event: trace.tap(x, replace(event, backward=False)),
+        ),
     ],
 )
 def test_the_checks_notice(name, where, mutant, monkeypatch):
     """Catches a comparison of traces that two wrong ones would pass."""
-    monkeypatch.setattr(f"fcp.collectives.{where}", mutant)
+    monkeypatch.setattr(f"fcp.{where}", mutant)
     with fcp.record() as events:
         WAYS["torch.func.grad outside"](**SIZES)(X)
     assert counted(events) != Counter([(*each, False) for each in FORWARD] + [(*each, True) for each in BACKWARD])
