@@ -11,7 +11,7 @@
 This file is the only door: what is not listed in `__all__` is private.
 """
 
-from fcp import masks
+from fcp import kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
 from fcp._linear import linear
@@ -33,7 +33,7 @@ from fcp.collectives import (
     shard,
     unshard,
 )
-from fcp.kernels import Kernel, Spec, kernels, register_kernel
+from fcp.kernels import Kernel, Spec, register_kernel
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import LOCAL, Ops

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fcp.kernels import Spec, differentiable, kernels, pick
+from fcp.kernels import Spec, differentiable, pick, registered
 from fcp.masks import Mask, describe
 
 __all__ = ["attention"]
@@ -133,7 +133,7 @@ class _Attention(torch.autograd.Function):
         spec: Spec,
     ) -> tuple[Tensor, Tensor]:
         mask = Mask(positions, documents, valid, consecutive)
-        out, lse = kernels[spec.kernel].forward(q, k, v, mask, spec)
+        out, lse = registered[spec.kernel].forward(q, k, v, mask, spec)
         if sinks is None:
             return out, lse
         with_sink = torch.logaddexp(lse, sinks.unsqueeze(-1))
@@ -164,7 +164,7 @@ class _AttentionGradient(torch.autograd.Function):
     def forward(g: Tensor, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         q, k, v, sinks, positions, documents, valid, consecutive, spec = operands
         mask = Mask(positions, documents, valid, consecutive)
-        dq, dk, dv = kernels[spec.kernel].backward(g, q, k, v, out, lse, mask, spec)
+        dq, dk, dv = registered[spec.kernel].backward(g, q, k, v, out, lse, mask, spec)
         if sinks is None:
             return dq, dk, dv, lse.new_zeros(lse.shape[:2])
         # A sink's weight multiplies no value, so of the softmax's gradient only the row correction is left.

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from fcp._prepare import prepare
 from fcp._simulate import simulate
-from fcp.kernels import kernels
+from fcp.kernels import registered
 from fcp.ops import LOCAL, Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Sharded, base_model
@@ -127,8 +127,8 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"transform: {name}={size!r} must be a number of ranks, 1 or more")
-    if kernel != "auto" and kernel not in kernels:
-        raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(kernels)}")
+    if kernel != "auto" and kernel not in registered:
+        raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(registered)}")
     base: Any = base_model(cast(Any, model_fn))
     config = getattr(base, "config", None)
     # Whatever a config calls it (attention_dropout, resid_pdrop, ...); classification heads are no part of the model.
@@ -151,7 +151,8 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
             )
         wrong = indivisible(rules, "tp", sizes["tp"])
         if wrong:
-            raise ValueError(f"transform: {'; '.join(wrong)}. Choose a tp that divides them all.")
+            smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]
+            raise ValueError(f"transform: {'; '.join(wrong)}. Below {sizes['tp']}, tp may be {', '.join(smaller)}.")
 
 
 def _drop_logits(model_fn: ModelFn) -> Sharded:

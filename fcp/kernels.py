@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fcp.masks import Mask, materialize
 
-__all__ = ["Kernel", "Spec", "differentiable", "kernels", "pick", "register_kernel"]
+__all__ = ["Kernel", "Spec", "differentiable", "pick", "register_kernel", "registered"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ _registry: dict[str, Kernel] = {
         refuses=lambda spec: None if spec.softcap is None else "torch's flash kernel has no soft cap",
     ),
 }
-kernels: Mapping[str, Kernel] = MappingProxyType(_registry)
+registered: Mapping[str, Kernel] = MappingProxyType(_registry)
 """The registered attention kernels by name."""
 
 

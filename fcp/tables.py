@@ -72,7 +72,8 @@ def mimebundle(renderable: Any) -> dict[str, str]:
             return renderable
 
     shown: Any = Shown()
-    return shown._repr_mimebundle_((), ())
+    html = shown._repr_mimebundle_((), ())["text/html"]
+    return {"text/plain": render(renderable), "text/html": html}
 
 
 @contextmanager

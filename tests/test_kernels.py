@@ -1,6 +1,5 @@
 """Attention on one device against a softmax written out in float64: values, gradients, second derivatives, vmap."""
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,12 +12,11 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import fcp
-from fcp import _attention
+from fcp import _attention, kernels
 from fcp.masks import Mask, describe
 from tests.tolerances import FLOAT64
 from tests.toys import PACK8
 
-kernels = importlib.import_module("fcp.kernels")  # as an attribute, fcp.kernels is the mapping that it exports
 INF = float("inf")
 
 
@@ -279,7 +277,7 @@ def test_sinks_keep_their_own_precision() -> None:
 def test_a_kernel_gives_each_rows_log_sum_exp(kernel: str, mask: str) -> None:
     """Catches a log-sum-exp of another base, or 0 for a row without a key: who merges or adds a sink relies on it."""
     q, k, v = qkv()
-    out, lse = fcp.kernels[kernel].forward(q, k, v, MASKS[mask], fcp.Spec(0.4, window=4))
+    out, lse = kernels.registered[kernel].forward(q, k, v, MASKS[mask], fcp.Spec(0.4, window=4))
     allowed = MASKS[mask].valid
     logits = torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(2, 1)) * 0.4
     order, documents = torch.arange(8), MASKS[mask].documents
@@ -816,13 +814,13 @@ def test_a_registered_kernel_serves_and_its_name_is_taken(registry: dict[str, fc
         backward=registry["reference"].backward,
     )
     fcp.register_kernel("twos", doubled)
-    assert fcp.kernels["twos"] is doubled
+    assert kernels.registered["twos"] is doubled
     assert bool((fcp.attention(*qkv(), PLAIN, kernel="twos") == 2).all())
     for name in ("twos", "fused", "reference", "auto"):
         with pytest.raises(ValueError, match=f"register_kernel: '{name}' is taken"):
             fcp.register_kernel(name, doubled)
     with pytest.raises(TypeError):
-        fcp.kernels["other"] = doubled  # the view is read-only
+        kernels.registered["other"] = doubled  # the view is read-only
 
 
 def test_a_kernel_that_refuses_a_call_is_an_error(registry: dict[str, fcp.Kernel]) -> None:
