@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcp.axes import Axis
+from fcp.axes import Axis, differentiated_inside, varying
 from fcp.trace import Event, note, recording, tap
 
 __all__ = ["COPIES", "INVARIANT", "VARYING", "Rule", "over_ranks"]
@@ -66,6 +66,14 @@ def over_ranks(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     if not live:
         return x
     names = tuple(axis.name for axis, _ in live)
+    if rule.takes == INVARIANT and rule.gives == COPIES and not recording():
+        # A copy computes nothing, and where the map is differentiated from outside its adjoint is torch's own. A model
+        # has one of these a parameter; the Function's overhead alone would be several percent of a small step.
+        wrong = varying(x) & set(names)
+        if wrong:
+            raise ValueError(_already_varies(rule, min(wrong)))
+        if not differentiated_inside(tuple(axis for axis, _ in live)):
+            return x
     call = _Call(rule, names, tuple(axis.size for axis, _ in live), waiting=names)
     return _Collective.apply(x, call, *(index for _, index in live))
 

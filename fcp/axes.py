@@ -21,7 +21,18 @@ import torch
 import torch._C._functorch as _functorch
 from torch import Tensor
 
-__all__ = ["Axes", "Axis", "axis_index", "axis_size", "bind", "bound", "lookup", "names_of", "varying"]
+__all__ = [
+    "Axes",
+    "Axis",
+    "axis_index",
+    "axis_size",
+    "bind",
+    "bound",
+    "differentiated_inside",
+    "lookup",
+    "names_of",
+    "varying",
+]
 
 Axes = str | tuple[str, ...]
 
@@ -135,3 +146,14 @@ def varying(x: Tensor) -> frozenset[str]:
         for name, axis in _environment.get().items()
         if axis.index is not None and _batched_levels(axis.index) & levels
     )
+
+
+def differentiated_inside(axes: tuple[Axis, ...]) -> bool:
+    """Whether a derivative is under way inside the map of any of `axes`: each rank's own, as on processes.
+
+    Where none is, torch differentiates the map from outside, over all ranks at once.
+    """
+    stack = _functorch.get_interpreter_stack() or []
+    levels = set().union(*(_batched_levels(axis.index) for axis in axes if axis.index is not None))
+    lowest = min(levels, default=0)
+    return any(each.key() != _functorch.TransformType.Vmap and each.level() > lowest for each in stack)
