@@ -39,6 +39,8 @@ _replaying: ContextVar[bool] = ContextVar("fcp_rematerializing", default=False)
 def rematerialize(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` with the same values and gradients, whose backward computes it again instead of keeping what it computed.
 
+    (Chen et al. 2016, section 3.)
+
     Args:
         fn: a function of pytrees to a pytree; it closes over no tensor.
 

@@ -12,6 +12,7 @@ a document has a letter as well as a colour. In Jupyter the same objects display
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -91,8 +92,9 @@ def steps(total: int) -> Iterator[Callable[[str], Any]]:
         nonlocal done
         done += 1
         if not console.is_terminal:
-            print(f"fcp: [{done}/{total}] {what}", file=stream, flush=True)
-            yield
+            start = time.perf_counter()
+            yield  # a step that fails prints nothing: what it raises is the one line there is
+            print(f"fcp: [{done}/{total}] {what}: {time.perf_counter() - start:.1f} s", file=stream, flush=True)
             return
         columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(

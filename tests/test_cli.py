@@ -473,3 +473,15 @@ def test_python_m_fcp(folder):
     found = json.loads(done.stdout)
     assert found["ok"] is False
     assert [line.split("] ")[0] for line in done.stderr.splitlines()] == ["fcp: [1/3", "fcp: [2/3", "fcp: [3/3"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nowhere:tiny"], ["models.llama:tiny", "--tp", "3"], ["models.llama", "--checkpoint", "nothing_here"]],
+    ids=lambda arguments: arguments[0] + arguments[-1],
+)
+def test_a_refusal_is_the_only_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a refusal that has to be found among lines about work that was never done."""
+    assert main(["check", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("fcp: error: ") and len(err.splitlines()) == 1

@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import inspect
+import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,6 +16,7 @@ FUNCTIONS = [
     for name in fcp.__all__
     if callable(getattr(fcp, name)) and inspect.isfunction(inspect.unwrap(getattr(fcp, name)))
 ]
+README = Path(__file__).resolve().parent.parent / "README.md"
 MODULES = [
     "fcp",
     *(f"fcp.{name}" for name in ("pytree", "collectives", "masks", "kernels")),
@@ -56,3 +59,20 @@ def test_examples_run(name: str) -> None:
 def test_the_examples_are_found() -> None:
     """Mutant: an import hook or decorator that hides the docstrings, so that no example runs and none fails."""
     assert sum(doctest.testmod(importlib.import_module(name)).attempted for name in MODULES) > 10
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    """A first example that its reader cannot run."""
+    blocks = README.read_text().split("```python\n")[1:]
+    scope: dict[str, object] = {}
+    for block in blocks:
+        exec(block.split("```")[0], scope)
+    assert len(blocks) == 2 and "grads" in scope
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    """A map that lacks a room, or shows one that is gone."""
+    tree = README.read_text().split("```text\n")[1].split("```")[0]
+    shown = set(re.findall(r"\b\w+\.py\b", tree)) - {"grid.py", "llama.py"}
+    there = {path.name for path in (README.parent / "fcp").glob("*.py")} - {"__main__.py"}
+    assert shown == there

@@ -221,7 +221,7 @@ def test_steps_are_plain_lines_where_there_is_no_terminal(capsys):
             pass
     out, err = capsys.readouterr()
     assert out == "between\n"
-    assert err == "fcp: [1/2] one\nfcp: [2/2] two\n"
+    assert re.fullmatch(r"fcp: \[1/2\] one: \d+\.\d s\nfcp: \[2/2\] two: \d+\.\d s\n", err)
 
 
 def test_steps_are_a_bar_on_a_terminal(capsys, monkeypatch):

@@ -17,7 +17,7 @@ __all__ = ["shard_batch"]
 
 
 def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
-    """Splits the rows of the batch over `axis`: [batch, seq] to [batch_local, seq].
+    """Splits the rows of the batch over `axis`: [batch, seq] to [batch_local, seq] (Li et al. 2020, section 3).
 
     Args:
         model_fn: any model function.

@@ -37,7 +37,11 @@ __all__ = ["check_rules", "indivisible", "shard_params"]
 
 
 def shard_params(model_fn: ModelFn, *, axis: Axes = "tp", how: Literal["rules", "gather"] | None = None) -> Sharded:
-    """Splits the parameters over `axis`.
+    """Splits the parameters over `axis`, by rules or by gather.
+
+    By rules, a matrix [out, in] becomes [out_local, in] or [out, in_local], and a table [vocab, hidden] becomes
+    [vocab_local, hidden] (Shoeybi et al. 2019, section 3). By gather, a leaf [n, ...] is stored as [n / ranks, ...] and
+    whole only while its layer runs (Rajbhandari et al. 2020, section 5).
 
     Args:
         model_fn: by rules, a model with `rules`; by gather, any model function that calls its layers through

@@ -30,7 +30,7 @@ __all__ = ["shard_seq"]
 
 
 def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
-    """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local].
+    """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local] (Li et al. 2021, section 3).
 
     Args:
         model_fn: any model function.

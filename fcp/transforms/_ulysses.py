@@ -29,6 +29,8 @@ __all__ = ["ulysses"]
 def ulysses(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
     """Replaces `Ops.attention`: moves [batch, heads, seq_local, dim] to [batch, heads_local, seq, dim] and back.
 
+    (Jacobs et al. 2023, section 3.1.)
+
     Compose it with `shard_seq` over the same axis, in either order.
 
     Args:
