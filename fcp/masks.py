@@ -141,7 +141,7 @@ def materialize(
         window = None
     rows = torch.arange(mask.seq, device=mask.positions.device)
     q_rows, k_rows = rows[q_slice], rows[k_slice]
-    if mask.plain and window is None and chunk is None and q_slice == k_slice:
+    if mask.plain and window is None and chunk is None and q_slice.indices(mask.seq) == k_slice.indices(mask.seq):
         return None
     q_positions = mask.positions[:, q_slice, None]
     k_positions = mask.positions[:, None, k_slice]
