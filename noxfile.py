@@ -73,7 +73,25 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def sweep(session: nox.Session) -> None:
     """The whole equivalence grid: families x masks x meshes x head counts, loss, logits, every gradient."""
-    run(session, "-m", "pytest", "-n", "2", "-m", "sweep", "-q", *session.posargs, threads=1)
+    run(
+        session,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "-m",
+        "sweep",
+        "-q",
+        "--ignore=tests/distributed",
+        *session.posargs,
+        threads=1,
+    )
+
+
+@nox.session
+def distributed(session: nox.Session) -> None:
+    """The whole grid on 2 and 4 processes (gloo), and its collectives against the simulator's."""
+    run(session, "-m", "pytest", "-q", "tests/distributed", *session.posargs, threads=1)
 
 
 @nox.session

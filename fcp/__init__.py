@@ -14,6 +14,7 @@ This file is the only door: what is not listed in `__all__` is private.
 from fcp import kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
+from fcp._distribute import distribute
 from fcp._linear import linear
 from fcp._prepare import prepare
 from fcp._simulate import simulate
@@ -75,6 +76,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "compare",
+    "distribute",
     "kernels",
     "linear",
     "masks",

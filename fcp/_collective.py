@@ -9,7 +9,8 @@ called again. What comes out invariant comes out unbatched, so that later work i
 `pvary` and `all_gather` give the same value to every rank; they stay unbatched too (they give COPIES), because a
 batched weight would cost one weight gradient a rank.
 
-Left out: what a collective does on real processes has its place in `_Collective.forward`.
+On real processes nothing is batched, and the Function's own forward is reached: `_process.py` says what runs there. Its
+backward is the same: the adjoint row, whatever the ranks are.
 """
 
 import math
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcp._process import on_processes
 from fcp.axes import Axis, differentiated_inside, varying
 from fcp.trace import Event, note, recording, tap
 
@@ -47,7 +49,8 @@ class _Call:
     """A collective under way: `waiting` axes are still vmap levels, `folded` ones are dims in front of the tensor.
 
     `names` and `sizes` are the whole axis tuple in its own order (first slowest); `extra` counts the dims between the
-    folded ones and the tensor's own, which belong to other vmap levels.
+    folded ones and the tensor's own, which belong to other vmap levels. `mesh` is the DeviceMesh of axes that are
+    processes.
     """
 
     rule: Rule
@@ -56,6 +59,7 @@ class _Call:
     waiting: tuple[str, ...]
     folded: tuple[str, ...] = ()
     extra: int = 0
+    mesh: Any = None
 
     def size_of(self, name: str) -> int:
         return self.sizes[self.names.index(name)]
@@ -66,7 +70,13 @@ def over_ranks(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     if not live:
         return x
     names = tuple(axis.name for axis, _ in live)
-    if rule.takes == INVARIANT and rule.gives == COPIES and not recording():
+    meshes = [axis.mesh for axis, _ in live]
+    if any(mesh is not meshes[0] for mesh in meshes):
+        raise ValueError(
+            f"{rule.name}: axes {names} are not ranks of one runtime; name those of fcp.simulate and those of each "
+            f"mesh in calls of their own"
+        )
+    if rule.takes == INVARIANT and rule.gives == COPIES and meshes[0] is None and not recording():
         # A copy computes nothing, and where the map is differentiated from outside its adjoint is torch's own. A model
         # has one of these a parameter; the Function's overhead alone would be several percent of a small step.
         wrong = varying(x) & set(names)
@@ -74,7 +84,7 @@ def over_ranks(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
             raise ValueError(_already_varies(rule, min(wrong)))
         if not differentiated_inside(tuple(axis for axis, _ in live)):
             return x
-    call = _Call(rule, names, tuple(axis.size for axis, _ in live), waiting=names)
+    call = _Call(rule, names, tuple(axis.size for axis, _ in live), waiting=names, mesh=meshes[0])
     return _Collective.apply(x, call, *(index for _, index in live))
 
 
@@ -99,7 +109,9 @@ def _finish(x: Tensor, call: _Call) -> Tensor:
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, call: _Call, *indices: Tensor) -> Tensor:
-        # The place of the process rule: here no vmap level is left that belongs to a waiting axis.
+        if call.mesh is not None:
+            note(Event(call.rule.name, call.names, tuple(x.shape[call.extra :]), x.dtype, call.rule.backward))
+            return on_processes(call.rule, x, call.mesh, call.names)
         raise RuntimeError(
             f"{call.rule.name}: axis {call.waiting[0]!r} has no ranks here; its fcp.simulate call has already returned"
         )

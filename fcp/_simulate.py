@@ -109,14 +109,14 @@ def map_ranks(
     their rank dims: 0 where an output varies, None where it is the same on every rank and so comes out as it is.
     """
     if size == 1:
-        with bind(Axis(name, 1, None, used if used is not None else [])):
+        with bind(Axis(name, 1, used=used if used is not None else [])):
             found = list(fn(*args))
         return found, [None] * len(found)
     outputs: list[Any] = []
     dims: list[int | None] = []
 
     def per_rank(index: Tensor, *inner: Any) -> tuple[Tensor, ...]:
-        with bind(Axis(name, size, index, used if used is not None else [])):
+        with bind(Axis(name, size, index, used=used if used is not None else [])):
             outputs.extend(fn(*inner))
             dims.extend(0 if isinstance(x, Tensor) and name in varying(x) else None for x in outputs)
         # A tensor that is not batched at this level may leave it as it is; the index only gives vmap something to map.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from fcp._distribute import distribute
 from fcp._prepare import prepare
 from fcp._simulate import simulate
 from fcp.kernels import registered
@@ -36,15 +37,19 @@ class Transformed:
     Attributes:
         model_fn: the composed function, its axes still to be bound.
         axes: axis name to number of ranks, outermost first; axes of one rank are left out.
+        mesh: the DeviceMesh whose processes are the ranks; None where they are simulated.
     """
 
     model_fn: ModelFn
     axes: Mapping[str, int]
+    mesh: Any = None
 
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
         prepared = prepare(inputs)
         if not self.axes:
             return self.model_fn(params, prepared, ops)
+        if self.mesh is not None:
+            return distribute(self.model_fn, self.mesh)(params, prepared, ops)
         return simulate(self.model_fn, **self.axes)(params, prepared, ops)
 
     @property
@@ -71,8 +76,9 @@ def transform(
     remat: bool = False,
     logits: bool = True,
     kernel: str = "auto",
+    mesh: Any = None,
 ) -> Transformed:
-    """Spreads a model function over simulated ranks; loss, logits and every gradient stay those of the function.
+    """Spreads a model function over ranks; loss, logits and every gradient stay those of the function.
 
     Args:
         model_fn: a `Model`, or any model function (see `fcp.typing.ModelFn`); tp needs a model with rules.
@@ -84,10 +90,14 @@ def transform(
         remat: recompute each layer in backward instead of keeping what it computed.
         logits: False leaves `Output.logits` None.
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
+        mesh: a torch DeviceMesh whose dimensions are named as the axes, in any order, and have their sizes: the ranks
+            are its processes. Every process passes the same parameters and batch, and gets the whole loss, logits and
+            gradients. None: the ranks are simulated in this process.
 
     Raises:
         ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
-            layers do not divide by; an unknown kernel; a model with dropout; a model that was transformed already.
+            layers do not divide by; an unknown kernel; a model with dropout; a model that was transformed already; a
+            mesh of other names or sizes.
 
     >>> import fcp, torch
     >>> from models import llama
@@ -102,13 +112,17 @@ def transform(
     """
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     _validate(model_fn, sizes, kernel)
+    if mesh is not None:
+        _validate_mesh(mesh, sizes)
     fn = model_fn if logits else _drop_logits(model_fn)
     if remat:
         fn = _remat_layers(fn)
     if tp > 1:
         fn = shard_params(fn, axis="tp")
     if fsdp > 1:
-        fn = shard_params(fn, axis=("fsdp", "cp") if cp > 1 else "fsdp", how="gather")
+        order = sizes if mesh is None else mesh.mesh_dim_names  # several axes of a mesh are named in its order
+        stored = tuple(name for name in order if name in ("fsdp", "cp") and sizes[name] > 1)
+        fn = shard_params(fn, axis=stored, how="gather")
     if cp > 1:
         fn = shard_seq(ulysses(fn, axis="cp"), axis="cp")
     for axis in ("fsdp", "dp"):
@@ -116,7 +130,7 @@ def transform(
             fn = shard_batch(fn, axis=axis)
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
-    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1})
+    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1}, mesh)
 
 
 def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
@@ -153,6 +167,17 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
         if wrong:
             smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]
             raise ValueError(f"transform: {'; '.join(wrong)}. Below {sizes['tp']}, tp may be {', '.join(smaller)}.")
+
+
+def _validate_mesh(mesh: Any, sizes: Mapping[str, int]) -> None:
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    found = {name: mesh.size(dim) for dim, name in enumerate(names)}
+    wanted = {name: size for name, size in sizes.items() if size > 1 or name in found}
+    if found != wanted:
+        raise ValueError(
+            f"transform: the mesh has the dimensions {found or 'without names'}, and {wanted} is asked for. Name and "
+            f"size them alike: init_device_mesh(device, sizes, mesh_dim_names=names)"
+        )
 
 
 def _drop_logits(model_fn: ModelFn) -> Sharded:

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch._C._functorch as _functorch
@@ -39,7 +40,10 @@ Axes = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """One bound axis: its `size` in ranks and, batched over the ranks, the rank `index` (int64 scalar; None at size 1).
+    """One bound axis: its `size` in ranks and this rank's `index` (int64 scalar; None at size 1).
+
+    Under `simulate` the index is batched over the ranks. Under `distribute` it is this process's, and `mesh` is the
+    DeviceMesh whose dimension of this name the axis is.
 
     `used` grows by one entry with every collective that names the axis, so that a runtime can tell a requested axis
     that nothing consumed.
@@ -48,6 +52,7 @@ class Axis:
     name: str
     size: int
     index: Tensor | None = None
+    mesh: Any = None
     used: list[str] = field(default_factory=list, compare=False)
 
 
@@ -91,7 +96,7 @@ def lookup(axis: Axes, user: str, *, consumes: bool = True) -> tuple[Axis, ...]:
         have = ", ".join(environment) or "none"
         raise NameError(
             f"{user}: axis {missing[0]!r} is not bound (bound here: {have}). "
-            f"Run the function under fcp.simulate(fn, {missing[0]}=...)."
+            f"Run the function under fcp.simulate(fn, {missing[0]}=...) or fcp.distribute(fn, mesh)."
         )
     found = tuple(environment[name] for name in names)
     if consumes:

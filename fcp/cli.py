@@ -2,6 +2,7 @@
 
     fcp check models.llama:tiny --cp 2 --tp 2
     fcp check models.llama --checkpoint FOLDER --text FILE --packed --mesh cp=3,tp=3 --mesh cp=2
+    torchrun --nproc-per-node 4 -m fcp check models.llama:tiny --cp 2 --tp 2 --distributed
     fcp mask --documents 3,5 --window 3 --cp 2
 
 `check` computes loss, logits and every gradient of a model function once alone and once for each mesh, and prints the
@@ -13,6 +14,7 @@ line on standard error says why. Results go to standard output and nothing else 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,11 +22,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fcp import pytree, tables
 from fcp._cli_inputs import (
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="of the parameters (float64; float32 with --checkpoint)")
     add("--seed", type=int, default=0, metavar="N", help="of parameters, tokens and documents (0)")
     add("--tolerance", type=_tolerance, metavar="X", help="the largest relative error (by dtype)")
+    add("--distributed", action="store_true", help="the ranks are the launcher's processes (torchrun), not simulated")
     add("--json", action="store_true", help="one JSON object in place of the tables")
 
     mask = commands.add_parser("mask", help="draw who may attend to whom", allow_abbrev=False)
@@ -173,10 +178,20 @@ def _check(args: argparse.Namespace) -> int:
             f"cp={largest} is larger than the {args.seq} tokens of a row; give --seq {largest} or a lower cp"
         )
     text = None if args.text is None else read_text(args.text)
+    with _ranks(args.distributed, meshes) as ranks:
+        return _check_on(ranks, args, meshes, dtype, text)
+
+
+def _check_on(
+    ranks: list[Any], args: argparse.Namespace, meshes: list[dict[str, int]], dtype: torch.dtype, text: str | None
+) -> int:
     with tables.steps(2 + len(meshes)) as step:
         with step(f"reading {_source(args)}"):
             model, make_params = _read(args, dtype)
-            sharded = [transform(model, remat=args.remat, **cast(Any, mesh)) for mesh in meshes]
+            sharded = [
+                transform(model, remat=args.remat, mesh=mesh, **cast(Any, sizes))
+                for mesh, sizes in zip(ranks, meshes, strict=True)
+            ]
             inputs = prepare(_batch(args, _sizes(meshes, args.batch), model, text))
             params = make_params()
         if int(inputs.num_targets) == 0:
@@ -190,7 +205,8 @@ def _check(args: argparse.Namespace) -> int:
             reference_seconds = time.perf_counter() - started
         found = []
         for fn in sharded:
-            title = f"{_axes(fn)}: {' . '.join(reversed(fn.applied)) or 'as it is'}"
+            where = "" if fn.mesh is None else " on processes"
+            title = f"{_axes(fn)}{where}: {' . '.join(reversed(fn.applied)) or 'as it is'}"
             with step(_axes(fn)):
                 started = time.perf_counter()
                 actual, grads = value_and_grad(fn)(params, inputs)
@@ -204,12 +220,57 @@ def _check(args: argparse.Namespace) -> int:
             if not args.json:
                 tables.show(tables.report_table(result))
                 tables.show(tables.report_line(result, seconds=seconds, reference_seconds=reference_seconds))
-    equal = all(entry["ok"] for entry in found)
+    equal = _on_every_rank(all(entry["ok"] for entry in found), args)
     if args.json:
         about = {"target": args.target, "checkpoint": args.checkpoint, "dtype": str(dtype).removeprefix("torch.")}
         batch = {"rows": inputs.positions.shape[0], "seq": args.seq, "num_targets": int(inputs.num_targets)}
         print(json.dumps({**about, **batch, "ok": equal, "reference_seconds": reference_seconds, "meshes": found}))
     return 0 if equal else 1
+
+
+@contextlib.contextmanager
+def _ranks(distributed: bool, meshes: list[dict[str, int]]) -> Iterator[list[Any]]:
+    """A DeviceMesh for each mesh, on the processes of the launcher; None for each where ranks are simulated.
+
+    One rank speaks; the others work in silence, but for what they refuse.
+    """
+    if not distributed:
+        yield [None] * len(meshes)
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError("--distributed needs a launcher: torchrun --nproc-per-node N -m fcp check ... --distributed")
+    world = int(os.environ["WORLD_SIZE"])
+    wrong = [sizes for sizes in meshes if math.prod(sizes.values()) != world or world == 1]
+    if wrong:
+        raise ValueError(
+            f"--distributed: {wrong[0]} is a mesh of {math.prod(wrong[0].values())} ranks, and the launcher started "
+            f"{world} processes; start as many as the mesh has ranks, 2 or more"
+        )
+    dist.init_process_group("gloo")
+    try:
+        names = [tuple(axis for axis in AXES if axis in sizes) for sizes in meshes]
+        shapes = [tuple(sizes[axis] for axis in order) for sizes, order in zip(meshes, names, strict=True)]
+        made = [init_device_mesh("cpu", s, mesh_dim_names=n) for s, n in zip(shapes, names, strict=True)]
+        with contextlib.ExitStack() as stack:
+            if dist.get_rank():
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+                stack.enter_context(contextlib.redirect_stderr(silence))
+            yield made
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_every_rank(equal: bool, args: argparse.Namespace) -> bool:
+    """Whether all was equal on every rank; says which ranks found otherwise."""
+    if not args.distributed:
+        return equal
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, equal)
+    differing = [rank for rank, fine in enumerate(found) if not fine]
+    if differing:
+        print(f"fcp: NOT EQUAL on the ranks {differing}", file=sys.stderr)
+    return not differing
 
 
 def _meshes(args: argparse.Namespace) -> list[dict[str, int]]:

@@ -31,6 +31,17 @@ TABLE = {"table": torch.randn(64, 8, dtype=torch.float64)}
 
 
 @dataclasses.dataclass(frozen=True)
+class Mesh:
+    """What is asked of a DeviceMesh before any process is needed."""
+
+    mesh_dim_names: Any
+    sizes: tuple[int, ...]
+
+    def size(self, dim: int) -> int:
+        return self.sizes[dim]
+
+
+@dataclasses.dataclass(frozen=True)
 class WithDropout:
     attention_dropout: float = 0.1
 
@@ -104,6 +115,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fcp.simulate(lambda p, b: fcp.transform(MODEL, cp=2)(p, b), cp=2)(PARAMS, BATCH),
         "'cp' is bound already",
     ),
+    # the mesh
+    "a mesh without names": (lambda: fcp.distribute(MODEL, Mesh(None, ())), "has no mesh_dim_names"),
+    "a mesh of another size": (
+        lambda: fcp.transform(MODEL, cp=4, mesh=Mesh(("cp",), (2,))),
+        r"the mesh has the dimensions \{'cp': 2\}, and \{'cp': 4\} is asked for",
+    ),
+    "a mesh with one axis too many": (
+        lambda: fcp.transform(MODEL, cp=2, mesh=Mesh(("cp", "tp"), (2, 2))),
+        r"\{'cp': 2, 'tp': 1\} is asked for",
+    ),
+    "a mesh of other names": (lambda: fcp.transform(MODEL, cp=2, mesh=Mesh(("sp",), (2,))), "'sp': 2"),
     # the batch
     "4-D mask": (
         lambda: fcp.prepare({**BATCH, "attention_mask": torch.ones(2, 1, 8, 8)}),

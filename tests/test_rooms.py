@@ -10,9 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("pytree", "typing"),
     ("axes", "trace", "masks", "loss"),
+    ("_process",),
     ("_collective", "kernels", "_linear"),
     ("collectives",),
-    ("_simulate", "_attention", "_prepare"),
+    ("_simulate", "_distribute", "_attention", "_prepare"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),
     ("transforms",),

@@ -1,0 +1,87 @@
+"""What a collective does on real processes: the last column of the table, on torch.distributed.
+
+A row arrives with this process's tensor alone. Where the row's `dense` map needs all ranks' tensors (a join), they are
+gathered with the rank dim in front and `dense` is called on them, so that the layout has one definition for simulator
+and processes. The others have a collective of their own: a sum, a scattered sum, an exchange.
+
+A reduction is always SUM. Several axes are one flattened group of the mesh, its ranks in the mesh's order; so a tuple
+of names must be in that order.
+
+Left out: overlap. Each call waits for its result.
+"""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fcp._collective import Rule
+
+__all__ = ["on_processes"]
+
+
+def on_processes(rule: "Rule", x: Tensor, mesh: Any, names: tuple[str, ...]) -> Tensor:
+    """This process's result of a collective over the dimensions `names` of `mesh`.
+
+    Raises:
+        ValueError: the names are not in the mesh's order.
+    """
+    group = _group(mesh, names)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    match rule.name:
+        case "pvary":
+            return x.view_as(x)
+        case "shard":
+            (dim,) = rule.dims
+            return x.unflatten(dim, (size, -1)).select(dim, rank).contiguous()
+        case "psum" | "pmax":
+            y = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(y, dist.ReduceOp.SUM if rule.name == "psum" else dist.ReduceOp.MAX, group)
+            return y
+        case "unshard" | "all_gather":
+            gathered = x.new_empty(size * x.numel())  # flat: what a backend makes of more dims is its own
+            dist.all_gather_single(gathered, x.reshape(-1), group)
+            return rule.dense(gathered.view(size, *x.shape), size, rule)
+        case "psum_scatter":
+            (dim,) = rule.dims
+            parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+            y = torch.empty_like(parts[0])
+            dist.reduce_scatter_single(y.view(-1), parts.view(-1), dist.ReduceOp.SUM, group)
+            return y
+        case "all_to_all":
+            split, concat = rule.dims
+            parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
+            arrived = torch.empty_like(parts)  # [sender, ...]
+            dist.all_to_all_single(arrived.view(-1), parts.view(-1), group=group)
+            return arrived.movedim(0, concat).flatten(concat, concat + 1)
+        case "ppermute":
+            return _permute(rule, x.contiguous(), group, rank)
+    raise RuntimeError(f"{rule.name}: no rule for processes")
+
+
+def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
+    y = torch.zeros_like(x)
+    sends = [target for source, target in rule.perm if source == rank]
+    receives = [source for source, target in rule.perm if target == rank]
+    if sends == receives == [rank]:
+        return x.clone()
+    ranks = dist.get_process_group_ranks(group)
+    waiting = [dist.P2POp(dist.isend, x, ranks[target], group) for target in sends]
+    waiting += [dist.P2POp(dist.irecv, y, ranks[source], group) for source in receives]
+    for work in dist.batch_isend_irecv(waiting) if waiting else ():
+        work.wait()
+    return y
+
+
+@cache
+def _group(mesh: Any, names: tuple[str, ...]) -> Any:
+    """The process group of one dimension of the mesh, or of several flattened, made once."""
+    if len(names) == 1:
+        return mesh.get_group(names[0])
+    order = [name for name in mesh.mesh_dim_names if name in names]
+    if tuple(order) != names:
+        raise ValueError(f"a collective over {names}: the mesh has them in the order {tuple(order)}; name them so")
+    return mesh[names]._flatten("_".join(names)).get_group()

@@ -1,0 +1,132 @@
+"""What the processes of test_distributed.py run: `torchrun ... worker.py WHAT COUNT RESULTS`.
+
+Every rank computes every case on processes and in the simulator, on the same mesh, and rank 0 writes one JSON line a
+case to RESULTS: the largest error over all ranks, and whether all ranks ran the same collectives as the simulator.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fcp
+from fcp import _collective
+from tests.grid import Case, batch, cases, model_of, reference, sample
+from tests.toys import gradient, tokens, worst_error
+
+Result = tuple[str, float, bool]
+MORE_ROWS = ({"dp": 2, "cp": 2}, {"dp": 2, "fsdp": 2})
+"""Meshes of 4 that the grid, whose batch has 2 rows, does not hold."""
+# The grid's own {"cp": 2, "fsdp": 2} is a mesh whose dimensions are in another order than the simulator's axes.
+
+
+def grid(chosen: list[Case]) -> Iterator[Result]:
+    """Loss, logits and every gradient against the unsharded function, and the trace against the simulator's."""
+    for case in chosen:
+        model, params = model_of(case.family, case.mask, case.heads)
+        yield one(
+            case.name, model, params, batch(case.mask), dict(case.mesh), *reference(case.family, case.mask, case.heads)
+        )
+    if dist.get_world_size() == 4:
+        model, params = model_of("qwen3", "packed", (6, 2))
+        rows = {"input_ids": tokens(4, 11, vocab=61), "labels": tokens(4, 11, vocab=61)}
+        for sizes in MORE_ROWS:
+            yield one(str(sizes), model, params, rows, sizes, model(params, rows), gradient(model, params, rows))
+
+
+def one(
+    name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, int], expected: fcp.Output, grads: Any
+) -> Result:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    here = fcp.transform(model, mesh=mesh, **sizes)
+    simulated = fcp.transform(model, **sizes)
+    with fcp.record() as ran:
+        out, found = fcp.value_and_grad(here)(params, inputs)
+    with fcp.record() as wanted:
+        fcp.simulate(fcp.value_and_grad(simulated.model_fn), **simulated.axes)(params, fcp.prepare(inputs))
+    error = max(
+        fcp.relative_error(expected.loss, out.loss),
+        fcp.relative_error(expected.logits, out.logits),
+        worst_error(grads, found),
+        worst_error(grads, gradient(here, params, inputs)),
+    )
+    return name, error, in_any_order(ran) == in_any_order(wanted)
+
+
+def in_any_order(events: list[fcp.Event]) -> list[fcp.Event]:
+    """A mesh may have its dimensions in another order than the simulator nests them."""
+    return [replace(event, axis=tuple(sorted(event.axis))) for event in events]
+
+
+UNARY: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "psum": lambda x, axis: fcp.psum(x, axis),
+    "pmax": lambda x, axis: fcp.pmax(x, axis) * fcp.psum(x, axis),
+    "all_gather": lambda x, axis: fcp.psum(fcp.all_gather(x, axis, dim=1), axis),
+    "psum_scatter": lambda x, axis: fcp.unshard(fcp.psum_scatter(x, axis, dim=2), axis, dim=2),
+    "all_to_all": lambda x, axis: fcp.unshard(fcp.all_to_all(x, axis, split_dim=2, concat_dim=1), axis, dim=2),
+    "all_to_all back": lambda x, axis: fcp.unshard(fcp.all_to_all(x, axis, split_dim=1, concat_dim=0), axis, dim=1),
+    "ppermute": lambda x, axis: fcp.unshard(
+        fcp.ppermute(x, axis, perm=[(r, (r + 1) % fcp.axis_size(axis)) for r in range(fcp.axis_size(axis))]),
+        axis,
+        dim=0,
+    ),
+    "ppermute to one": lambda x, axis: fcp.unshard(fcp.ppermute(x, axis, perm=[(0, 1)]), axis, dim=0),
+    "own_slice": lambda x, axis: fcp.unshard(fcp.own_slice(x, axis, dim=2), axis, dim=2),
+    "axis_index": lambda x, axis: fcp.psum(x * (1 + fcp.axis_index(axis)), axis),
+}
+
+
+def collectives() -> Iterator[Result]:
+    """Every collective over one axis and over the product of two: value, gradient and trace of the simulator."""
+    world = dist.get_world_size()
+    meshes = [{"a": world}] if world == 2 else [{"a": 4}, {"a": 2, "b": 2}]
+    x = torch.randn(8, 3 * 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for sizes in meshes:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        axis: Any = "a" if len(sizes) == 1 else ("a", "b")
+        for name, collective in UNARY.items():
+
+            def fn(x: torch.Tensor, collective: Any = collective, axis: Any = axis) -> torch.Tensor:
+                y = collective(fcp.shard(x, axis, dim=0), axis)
+                weight = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)  # no two entries alike
+                return (torch.sin(y) * weight).sum()
+
+            with fcp.record() as ran:
+                value, grad = fcp.value_and_grad(fcp.distribute(fn, mesh))(x)
+            with fcp.record() as wanted:
+                expected, expected_grad = fcp.simulate(fcp.value_and_grad(fn), **sizes)(x)
+            error = max(fcp.relative_error(expected, value), fcp.relative_error(expected_grad, grad))
+            yield f"{name} over {axis}", error, ran == wanted
+
+
+def main() -> None:
+    what, count, results = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    fitting = [
+        case for case in (cases() if count < 0 else sample(10**6)) if math.prod(dict(case.mesh).values()) == world
+    ]
+    if what == "mutant":
+        right = _collective.on_processes
+        _collective.on_processes = lambda rule, x, *more: x.clone() if rule.name == "psum" else right(rule, x, *more)
+    found = collectives() if what != "grid" else grid(fitting if count < 0 else fitting[:count])
+    lines = []
+    for name, error, same in found:
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, (error, same))
+        lines.append({"name": name, "error": max(e for e, _ in everyone), "same": all(s for _, s in everyone)})
+    if dist.get_rank() == 0:
+        with open(results, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
