@@ -73,19 +73,8 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def sweep(session: nox.Session) -> None:
     """The whole equivalence grid: families x masks x meshes x head counts, loss, logits, every gradient."""
-    run(
-        session,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "-m",
-        "sweep",
-        "-q",
-        "--ignore=tests/distributed",
-        *session.posargs,
-        threads=1,
-    )
+    what = ("-m", "sweep", "--ignore=tests/distributed")
+    run(session, "-m", "pytest", "-n", "2", "-q", *what, *session.posargs, threads=1)
 
 
 @nox.session

@@ -8,7 +8,7 @@ Every rank passes the same parameters and the same batch, and differentiates its
 gets are whole and the same on every rank, because each adjoint in the function sums what has to be summed. The
 simulator shows beforehand, by differentiating inside, whether they would be.
 
-Left out: that ranks really pass the same values is not checked here.
+Left out: that ranks really pass the same values is not checked here, but by `fcp.transform` (`_agree.py`).
 """
 
 import contextlib

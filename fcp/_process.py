@@ -20,7 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fcp._collective import Rule
 
-__all__ = ["on_processes"]
+__all__ = ["group_of", "on_processes"]
 
 
 def on_processes(rule: "Rule", x: Tensor, mesh: Any, names: tuple[str, ...]) -> Tensor:
@@ -29,7 +29,7 @@ def on_processes(rule: "Rule", x: Tensor, mesh: Any, names: tuple[str, ...]) -> 
     Raises:
         ValueError: the names are not in the mesh's order.
     """
-    group = _group(mesh, names)
+    group = group_of(mesh, names)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     match rule.name:
         case "pvary":
@@ -77,7 +77,7 @@ def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
 
 
 @cache
-def _group(mesh: Any, names: tuple[str, ...]) -> Any:
+def group_of(mesh: Any, names: tuple[str, ...]) -> Any:
     """The process group of one dimension of the mesh, or of several flattened, made once."""
     if len(names) == 1:
         return mesh.get_group(names[0])

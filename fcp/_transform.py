@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from fcp._agree import check_agreement
 from fcp._distribute import distribute
 from fcp._prepare import prepare
 from fcp._simulate import simulate
@@ -49,6 +50,7 @@ class Transformed:
         if not self.axes:
             return self.model_fn(params, prepared, ops)
         if self.mesh is not None:
+            check_agreement(self.mesh, params, prepared)
             return distribute(self.model_fn, self.mesh)(params, prepared, ops)
         return simulate(self.model_fn, **self.axes)(params, prepared, ops)
 

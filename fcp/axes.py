@@ -27,6 +27,7 @@ __all__ = [
     "Axis",
     "axis_index",
     "axis_size",
+    "bare",
     "bind",
     "bound",
     "differentiated_inside",
@@ -127,6 +128,13 @@ def axis_index(axis: Axes) -> Tensor:
     for each in lookup(axis, "axis_index"):
         index = index * each.size + (0 if each.index is None else each.index)
     return index
+
+
+def bare(x: Tensor) -> Tensor:
+    """The tensor under all wrappers of torch.func: no derivative and no rank dimension follows it."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def _batched_levels(x: Tensor) -> set[int]:

@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_process",),
     ("_collective", "kernels", "_linear"),
     ("collectives",),
-    ("_simulate", "_distribute", "_attention", "_prepare"),
+    ("_simulate", "_distribute", "_agree", "_attention", "_prepare"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),
     ("transforms",),

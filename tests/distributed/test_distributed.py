@@ -44,7 +44,7 @@ def test_every_collective(processes: int, tmp_path: Path) -> None:
 
 
 def test_the_check_notices(tmp_path: Path) -> None:
-    """Mutant: a sum that leaves each rank with its own part, in the forward of one collective or the backward of others."""
+    """Mutant: a sum that leaves each rank with its own part, forward or in another collective's backward."""
     wrong = {line["name"] for line in work(2, "mutant", 0, tmp_path) if line["error"] > 1e-6}
     assert {"psum over a", "axis_index over a", "all_gather over a"} <= wrong
     assert "all_to_all over a" not in wrong
@@ -61,6 +61,13 @@ def test_grid_sample(processes: int, count: int, tmp_path: Path) -> None:
 def test_grid_all(processes: int, tmp_path: Path) -> None:
     """Every case of the grid whose mesh has this many ranks."""
     check(processes, "grid", -1, tmp_path)
+
+
+def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
+    """A rank that reads another row, whose text attention would join to its neighbours'; shapes that hang."""
+    lines = work(2, "disagreements", 0, tmp_path)
+    assert len(lines) == 7
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
 def test_command_line() -> None:

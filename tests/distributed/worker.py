@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fcp
-from fcp import _collective
+from fcp import _collective, pytree
 from tests.grid import Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
 
@@ -105,6 +105,38 @@ def collectives() -> Iterator[Result]:
             yield f"{name} over {axis}", error, ran == wanted
 
 
+def disagreements() -> Iterator[Result]:
+    """Rank 1 is handed something else: the result is 0 where every rank refused it with the same words."""
+    model, params = model_of("llama", "causal", (6, 2))
+    inputs = batch("causal")
+    sizes = {"cp": dist.get_world_size()}
+    sharded = fcp.transform(model, mesh=init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=("cp",)), **sizes)
+    odd = dist.get_rank() == 1
+    other = inputs["input_ids"].clone()
+    other[0, -1] += 1 - 2 * (other[0, -1] > 0)
+    shorter = {name: x[:, :-1] for name, x in inputs.items()}
+    single = pytree.map(lambda x: x.float(), params)
+    cases: dict[str, tuple[Any, Any, str]] = {
+        "one token": (params, {**inputs, "input_ids": other}, "[1] of the mesh were handed another batch than rank 0"),
+        "one label": (params, {**inputs, "labels": other}, "another batch"),
+        "a mask": (params, {**inputs, "attention_mask": (other > 9).long()}, "another batch"),
+        "another length": (params, shorter, "another batch"),
+        "a dtype": (single, inputs, "[1] of the mesh were handed another parameters"),
+        "a missing leaf": ({"model": params["model"]}, inputs, "another parameters"),
+    }
+    for name, (odd_params, odd_inputs, words) in cases.items():
+        said = ""
+        try:
+            fcp.value_and_grad(sharded)(odd_params if odd else params, odd_inputs if odd else inputs)
+        except ValueError as error:
+            said = str(error)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, said)
+        yield name, 0.0 if words in said else math.inf, len(set(everyone)) == 1
+    out = sharded(params, inputs)  # and the processes are still of use
+    yield "the same again", fcp.relative_error(model(params, inputs).loss, out.loss), True
+
+
 def main() -> None:
     what, count, results = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -116,7 +148,10 @@ def main() -> None:
     if what == "mutant":
         right = _collective.on_processes
         _collective.on_processes = lambda rule, x, *more: x.clone() if rule.name == "psum" else right(rule, x, *more)
-    found = collectives() if what != "grid" else grid(fitting if count < 0 else fitting[:count])
+    if what == "grid":
+        found = grid(fitting if count < 0 else fitting[:count])
+    else:
+        found = disagreements() if what == "disagreements" else collectives()
     lines = []
     for name, error, same in found:
         everyone: list[Any] = [None] * world
