@@ -154,14 +154,16 @@ def test_a_tied_head_that_is_stored_must_be_the_table(tmp_path: Path) -> None:
 def test_the_one_file_counts_where_an_old_index_is_left(folder: Path) -> None:
     """Catches weights of an earlier save: transformers reads model.safetensors where both are there."""
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "old.safetensors"}}')
-    llama.load(folder)
+    _, params = llama.load(folder)
+    assert torch.equal(params["model"]["norm"]["weight"], stored(folder)["model.norm.weight"])
 
 
 def test_old_inverse_frequencies_are_no_weights(folder: Path) -> None:
     """Catches a refusal of early Llama checkpoints, which store a table that every reader computes itself."""
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safetensors.save_file({**stored(folder), **extra}, folder / "model.safetensors")
-    llama.load(folder)
+    _, params = llama.load(folder)
+    assert "rotary_emb" not in params["model"]["layers"][0]["self_attn"]
 
 
 # --- config.json, old and new -----------------------------------------------------------------------------------------
@@ -479,7 +481,8 @@ def test_metadata_that_says_what_is_computed_is_accepted(tmp_path: Path) -> None
     model = llama.tiny()
     more = {"rope__scaling__type": "none", "rope__dimension_count": 8, "attention__value_length": 8, "vocab_size": 64}
     write_gguf(tmp_path / "a.gguf", model, model.init(), "llama", **more)
-    llama.load(tmp_path / "a.gguf")
+    read, _ = llama.load(tmp_path / "a.gguf")
+    assert read.config.head_dim == 8 and read.config.rope_scaling is None
 
 
 @pytest.mark.parametrize("keep", [0, 3, 40, 400])

@@ -20,11 +20,11 @@ from tests.cases.witnesses import (
     assert_refused,
     assert_same_caller_gradient,
     assert_same_function,
+    assert_trips,
     inside,
     mesh_name,
     run_inside,
     run_outside,
-    trips,
     unchanged,
 )
 from tests.toys import batch_of, tokens, toy
@@ -85,7 +85,7 @@ def test_c22_mutant(half: str, mesh: dict[str, int]) -> None:
             return replace(ops, embed=lambda ids, table: ops.embed(ids, table.detach()))
         return replace(ops, loss=lambda hidden, table, targets: ops.loss(hidden, table.detach(), targets))
 
-    trips(lambda: check_tied(mesh, apart), match="table")
+    assert_trips(lambda: check_tied(mesh, apart), match="table")
 
 
 # --- vocabularies -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_vocabulary_mutant_normaliser(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = _shard_params.token_losses
     shown = lambda logits, targets, **o: losses(torch.where(logits == -torch.inf, 0.0, logits), targets, **o)  # noqa: E731
     monkeypatch.setattr(_shard_params, "token_losses", shown)
-    trips(
+    assert_trips(
         lambda: assert_same_function(model, fcp.transform(model, tp=2), params, vocabulary_batch(61)),
         match="loss",
     )
@@ -128,7 +128,7 @@ def test_vocabulary_mutant_first(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = _shard_params.token_losses
     early = lambda logits, targets, *, first, **o: losses(logits, targets, first=first * 30 // 31, **o)  # noqa: E731
     monkeypatch.setattr(_shard_params, "token_losses", early)
-    trips(
+    assert_trips(
         lambda: assert_same_function(model, fcp.transform(model, tp=2), params, vocabulary_batch(61)),
         match="loss",
     )
@@ -151,7 +151,7 @@ def test_tables_of_no_stated_vocabulary() -> None:
     batch = batch_of(tokens(2, 8))
     for rule in (Replicated(), Split(0)):
         silent = replace(model, rules={**model.rules, "embed.weight": rule, "head.weight": rule})
-        trips(
+        assert_trips(
             lambda silent=silent: fcp.transform(silent, tp=2)(params, batch), ValueError, "no rule names the vocabulary"
         )
 
@@ -246,11 +246,11 @@ def test_leaves_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     sharded = fcp.transform(awkward, fsdp=2)
     gather = _shard_params._gather
     monkeypatch.setattr(_shard_params, "_gather", lambda x: gather(replace(x, size=12) if _is_table(x) else x))
-    trips(lambda: assert_same_function(awkward, sharded, params, batch), match="loss")
+    assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), match="loss")
     monkeypatch.undo()
     pvary = fcp.sharded.pvary
     monkeypatch.setattr(fcp.sharded, "pvary", lambda x, axis: pvary(x, axis) if x.dim() else x)
-    trips(lambda: assert_same_function(awkward, sharded, params, batch), ValueError, "gradient of head.1")
+    assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), ValueError, "gradient of head.1")
 
 
 def _is_table(x: Any) -> bool:
@@ -300,7 +300,9 @@ def test_c23_config_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = attention_toy()
     refused = with_config(model, hidden_dropout_prob=0.5)
     monkeypatch.setattr(fcp._transform, "_validate", lambda model_fn, sizes, kernel: None)
-    trips(lambda: assert_refused(lambda: fcp.transform(refused, cp=2), "hidden_dropout_prob"), match="not refused")
+    assert_trips(
+        lambda: assert_refused(lambda: fcp.transform(refused, cp=2), "hidden_dropout_prob"), match="not refused"
+    )
 
 
 @dataclass(frozen=True)
@@ -322,7 +324,7 @@ def test_c23_dropout_inside_the_model(mesh: dict[str, int]) -> None:
     model, params = attention_toy()
     batch = batch_of(tokens(2, 8))
     dropping = fcp.transform(inside(model, ops=Dropping(0.5)), **mesh)
-    trips(lambda: dropping(params, batch), RuntimeError, "random")
+    assert_trips(lambda: dropping(params, batch), RuntimeError, "random")
 
 
 def draws_a_rank(mask: Callable[[Tensor], Tensor], cp: int) -> Tensor:

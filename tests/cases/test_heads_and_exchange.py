@@ -22,6 +22,7 @@ from tests.cases.witnesses import (
     assert_same_caller_gradient,
     assert_same_function,
     assert_same_tree,
+    assert_trips,
     attention_options,
     attention_spy,
     inside,
@@ -30,7 +31,6 @@ from tests.cases.witnesses import (
     outside,
     run_inside,
     run_outside,
-    trips,
 )
 from tests.tolerances import EXACT
 from tests.toys import PACK8, batch_of, tokens, toy
@@ -140,7 +140,7 @@ def test_c16_mutant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Tensor
     model, params = attention_toy(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     monkeypatch.setattr(_ulysses._Plan, "spread_keys", fault)
     sharded, batch = fcp.transform(model, cp=4), batch_of(tokens(1, 8))
-    trips(lambda: assert_same_function(model, sharded, params, batch), match=match)
+    assert_trips(lambda: assert_same_function(model, sharded, params, batch), match=match)
     if fault is one_replica:
         (out, right), (faulty, wrong) = run_outside(model, params, batch), run_outside(sharded, params, batch)
         assert_close("loss", out.loss, faulty.loss)
@@ -148,7 +148,7 @@ def test_c16_mutant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Tensor
         for name in ("k", "v"):
             assert fcp.relative_error(right["layers"][0][name], wrong["layers"][0][name]) > NOTICED
     else:
-        trips(partial(check_pairing, 8, 2, 4))
+        assert_trips(partial(check_pairing, 8, 2, 4))
 
 
 # --- C-17 -------------------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ def other_order(x: Tensor, axis: Any, *, split_dim: int, concat_dim: int) -> Ten
 def test_c17_mutant(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     """Unique integers notice a scrambled exchange, and so does R-loss at batch 2; constants and batch 1 need not."""
     monkeypatch.setattr(_ulysses, "all_to_all", fault)
-    trips(lambda: check_exchange(unique(2, 4, 8, 3), 2))
+    assert_trips(lambda: check_exchange(unique(2, 4, 8, 3), 2))
     check_exchange(torch.ones(2, 4, 8, 3), 2)  # blind
     model, params = attention_toy()
-    trips(lambda: assert_same_function(model, fcp.transform(model, cp=2), params, batch_of(tokens(2, 8))))
+    assert_trips(lambda: assert_same_function(model, fcp.transform(model, cp=2), params, batch_of(tokens(2, 8))))
     if fault is batch_in_between:
         check_exchange(unique(1, 4, 8, 3), 2)  # blind
         assert_same_function(model, fcp.transform(model, cp=2), params, batch_of(tokens(1, 8)))
@@ -251,7 +251,7 @@ def test_c18_mutant(monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> N
     monkeypatch.setattr(where, gather_faults(2)[name])
     sharded = fcp.transform(model, **({"cp": 2} if "seq" in where else {"tp": 2}))
     assert_same_function(model, sharded, params, batch)
-    trips(lambda: assert_same_caller_gradient(model, sharded, params, batch))
+    assert_trips(lambda: assert_same_caller_gradient(model, sharded, params, batch))
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def test_c19_mutant(monkeypatch: pytest.MonkeyPatch, fault: str, mesh: dict[str,
         wrong = {"unsliced": sliced_from_the_front, "reduced twice": fcp.shard}[fault]
         monkeypatch.setattr(_ulysses, "own_slice", wrong)
     match = r"layers\.0\.sinks inside" if fault == "reduced twice" else "loss"
-    trips(lambda: assert_same_function(model, fcp.transform(faulty, **mesh), params, batch), match=match)
+    assert_trips(lambda: assert_same_function(model, fcp.transform(faulty, **mesh), params, batch), match=match)
 
 
 # --- C-20 -------------------------------------------------------------------------------------------------------------
@@ -445,9 +445,9 @@ def test_c20_mutant(name: str) -> None:
     leaf = f"layers.*.{SHARED[name]}"
     faulty = fcp.transform(replace(model, rules={**model.rules, leaf: fcp.Replicated()}), tp=2)
     assert_close("loss", model(params, batch).loss, faulty(params, batch).loss)
-    trips(lambda: assert_same_function(model, faulty, params, batch), ValueError, SHARED[name])
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch), ValueError, SHARED[name])
     step = fcp.simulate(partial(sgd, faulty.model_fn), tp=2)
-    trips(lambda: step(params, fcp.prepare(batch)), ValueError, rf"{SHARED[name]}.*still varies over axis 'tp'")
+    assert_trips(lambda: step(params, fcp.prepare(batch)), ValueError, rf"{SHARED[name]}.*still varies over axis 'tp'")
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -455,7 +455,9 @@ def test_c20_mutant_summed_twice(name: str) -> None:
     """The opposite fault: a parameter of whole work marked as shared, so that its copies are summed."""
     model, params = attention_toy(**C20_MODELS[name])
     faulty = fcp.transform(replace(model, rules={**model.rules, "layers.*.norm": fcp.Shared()}), tp=2)
-    trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match=r"layers\.0\.norm inside")
+    assert_trips(
+        lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match=r"layers\.0\.norm inside"
+    )
 
 
 def test_c20_mutant_enter() -> None:
@@ -463,7 +465,7 @@ def test_c20_mutant_enter() -> None:
     model, params = attention_toy()
     faulty = inside(model, ops=lambda ops: replace(ops, enter=lambda x: x))
     batch = batch_of(tokens(2, 8))
-    trips(
+    assert_trips(
         lambda: assert_same_function(model, fcp.transform(faulty, tp=2), params, batch),
         ValueError,
         "a gradient differs",
@@ -477,7 +479,7 @@ def test_c20_mutant_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = replace(model, rules={**model.rules, leaf: replace(model.rules[leaf], pieces=None)})
     batch = batch_of(tokens(2, 8))
     assert_same_function(model, fcp.transform(model, tp=2), params, batch)
-    trips(lambda: assert_same_function(model, fcp.transform(faulty, tp=2), params, batch), match="loss")
+    assert_trips(lambda: assert_same_function(model, fcp.transform(faulty, tp=2), params, batch), match="loss")
 
 
 # --- storage that splits no work --------------------------------------------------------------------------------------
@@ -514,7 +516,7 @@ def test_storage_without_split_work_mutant(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("fcp.transforms._shard_params._gather", summed)
     faulty = fcp.Transformed(fcp.shard_params(model, axis="fsdp"), {"fsdp": 2})
-    trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match="inside")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match="inside")
 
 
 # --- the mesh sweep: witness 6 ----------------------------------------------------------------------------------------
@@ -624,7 +626,9 @@ def test_c21_refused_under_cp(mix: Callable[..., Tensor]) -> None:
     model, params = recurrent_model(mix)
     batch = batch_of(tokens(2, 8))
     for mesh in ({"cp": 2}, {"fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2}):
-        trips(lambda mesh=mesh: fcp.transform(model, **mesh)(params, batch), ValueError, r"never called ops\.attention")
+        assert_trips(
+            lambda mesh=mesh: fcp.transform(model, **mesh)(params, batch), ValueError, r"never called ops\.attention"
+        )
 
 
 KINDS = ["linear_attention", "recurrent", "mamba", "conv", "hybrid"]
@@ -653,10 +657,10 @@ def test_c21_mutant(mix: Callable[..., Tensor]) -> None:
     """What no name and no missing call gives away (a state beside attention), R-loss does."""
     model, params = recurrent_model(mix, attend=True)
     faulty = fcp.transform(model, cp=2)
-    trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match="loss")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(2, 8))), match="loss")
 
 
 def test_c21_kind_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The witness of the kinds notices a plan that does not read them."""
     monkeypatch.setattr(_ulysses, "_layer_kinds", lambda model: [])
-    trips(partial(test_c21_refused_by_kind, "mamba"), match="not refused")
+    assert_trips(partial(test_c21_refused_by_kind, "mamba"), match="not refused")

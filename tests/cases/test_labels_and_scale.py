@@ -22,6 +22,7 @@ from tests.cases.witnesses import (
     assert_matches,
     assert_refused,
     assert_same_function,
+    assert_trips,
     constant_loss,
     inside,
     mesh_name,
@@ -29,7 +30,6 @@ from tests.cases.witnesses import (
     outside,
     run_outside,
     spy,
-    trips,
 )
 from tests.toys import PACK8, batch_of, tokens, toy
 
@@ -76,7 +76,7 @@ def test_c01_mutant(cp: int, recount: bool) -> None:
 
     fault = with_targets(lose, recount=recount)
     assert int(with_targets(lose, recount=True)(fcp.prepare(batch)).num_targets) == {2: 6, 4: 4}[cp]
-    trips(lambda: assert_same_function(model, outside(fcp.transform(model, cp=cp), fault), params, batch))
+    assert_trips(lambda: assert_same_function(model, outside(fcp.transform(model, cp=cp), fault), params, batch))
 
 
 # --- C-02 -------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_c02_mutant(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
     shift = fcp._prepare._shift
     monkeypatch.setattr(fcp._prepare, "_shift", lambda labels, documents, valid: shift(labels, None, valid))
     assert int(fcp.prepare(packed(padding)).num_targets) == 7
-    trips(lambda: assert_matches(expected, fcp.transform(model, cp=2), params, packed(padding)))
+    assert_trips(lambda: assert_matches(expected, fcp.transform(model, cp=2), params, packed(padding)))
 
 
 # --- C-03 -------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_c03_mutant_loss(mesh: dict[str, int], factor: float, wrong: float) -> N
     batch = batch_of(tokens(2, 8))
     faulty = fcp.transform(inside(model, output=scaled(factor)), **mesh)
     assert float(faulty(constant_loss(params), batch).loss) == pytest.approx(wrong, abs=1e-6)
-    trips(lambda: assert_loss(LN64, faulty, constant_loss(params), batch))
+    assert_trips(lambda: assert_loss(LN64, faulty, constant_loss(params), batch))
 
 
 def mean_gradient(x: Tensor, axis: Any) -> Tensor:
@@ -184,7 +184,7 @@ def test_c03_mutant_gradient(
     monkeypatch.setattr(fcp.sharded, "pvary", fault)
     sharded = fcp.transform(model, **mesh)
     assert_loss(LN64, sharded, constant_loss(params, "head.weight"), batch)
-    trips(lambda: assert_same_function(model, sharded, params, batch), error, match)
+    assert_trips(lambda: assert_same_function(model, sharded, params, batch), error, match)
 
 
 # --- a model whose token losses can be chosen -------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_c04_mutant(cp: int) -> None:
     mean = fcp.Output(out.loss / 2, None), pytree.map(lambda g: g / 2, grads)
     assert float(mean[0].loss) == pytest.approx(2.0, rel=1e-10)
     together = {name: torch.cat([batch[name] for batch in SIX_AND_TWO]) for name in ("input_ids", "labels")}
-    trips(lambda: assert_matches(mean, over_seq(priced, 1), params, together), match="loss")
+    assert_trips(lambda: assert_matches(mean, over_seq(priced, 1), params, together), match="loss")
 
 
 # --- C-05 -------------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_c05_mutant(monkeypatch: pytest.MonkeyPatch, skip: bool) -> None:
     faulty = fcp.Transformed(mean_of_ranks(priced, skip=skip), {"cp": 4})
     got = float(faulty(params, UNEVEN).loss)
     assert got == pytest.approx(3.0, rel=1e-10) if skip else got != got
-    trips(lambda: assert_loss(2.0, faulty, params, UNEVEN))
+    assert_trips(lambda: assert_loss(2.0, faulty, params, UNEVEN))
 
 
 IGNORED_MESHES = [{}, {"cp": 4}, {"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"dp": 2}]
@@ -324,7 +324,7 @@ def test_c05_no_target_at_all(mesh: dict[str, int]) -> None:
 def test_c05_no_target_mutant(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]) -> None:
     """The witness for n = 0 notices a division by the bare count."""
     monkeypatch.setattr("tests.cases.toy_attention.mean_loss", lambda total, count: total / count)
-    trips(partial(test_c05_no_target_at_all, mesh))
+    assert_trips(partial(test_c05_no_target_at_all, mesh))
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 4}, {"dp": 4}, {"dp": 2, "fsdp": 2, "cp": 2}], ids=mesh_name)
@@ -378,7 +378,7 @@ def test_c06_nan_at_padding(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int
 @pytest.mark.parametrize("mesh", [{"cp": 4}, {"cp": 4, "tp": 2}], ids=mesh_name)
 def test_c06_mutant(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int]) -> None:
     """The witness of C-06 notices `loss * mask`."""
-    trips(lambda: nan_at_padding(monkeypatch, multiplied, mesh), match="loss outside")
+    assert_trips(lambda: nan_at_padding(monkeypatch, multiplied, mesh), match="loss outside")
 
 
 # --- C-07 -------------------------------------------------------------------------------------------------------------
@@ -415,7 +415,9 @@ def test_c07_dense_mask_mutant() -> None:
     def discards(params: Any, batch: dict[str, Any]) -> fcp.Output:
         return model(params, {name: x for name, x in batch.items() if name != "attention_mask"})
 
-    trips(lambda: assert_refused(lambda: discards(params, batch), "a dense mask is refused"), match="not refused")
+    assert_trips(
+        lambda: assert_refused(lambda: discards(params, batch), "a dense mask is refused"), match="not refused"
+    )
 
 
 def test_c07_pairs() -> None:
@@ -448,4 +450,4 @@ def test_c07_left_padding_mutant() -> None:
     faulty = outside(fcp.transform(model, cp=2), forget)
     batch = batch_of(ids, attention_mask=LEFT_PADDED)
     assert abs(float(faulty(params, batch).loss - out.loss)) > NOTICED
-    trips(lambda: assert_matches((fcp.Output(out.loss, None), grads), faulty, params, batch))
+    assert_trips(lambda: assert_matches((fcp.Output(out.loss, None), grads), faulty, params, batch))

@@ -24,6 +24,7 @@ from tests.cases.witnesses import (
     assert_matches,
     assert_same_caller_gradient,
     assert_same_function,
+    assert_trips,
     attention_options,
     attention_spy,
     blocks,
@@ -34,7 +35,6 @@ from tests.cases.witnesses import (
     outside,
     run_outside,
     spy,
-    trips,
 )
 from tests.toys import PACK8, batch_of, tokens, toy
 
@@ -82,7 +82,7 @@ def test_c08_mutant(cp: int) -> None:
     """The probe of C-08 notices documents that see each other."""
     model, params = attention_toy()
     faulty = outside(fcp.transform(model, cp=cp), change_mask(documents=None))
-    trips(lambda: assert_influence(blocks(3, 5), probe(faulty, params, pack8(True))), match=r"\[3, 0\]")
+    assert_trips(lambda: assert_influence(blocks(3, 5), probe(faulty, params, pack8(True))), match=r"\[3, 0\]")
 
 
 # --- C-09 -------------------------------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ def test_c09_mutant(cp: int) -> None:
     cut = 7 // cp * cp
     ids = torch.tensor([[0] * cut + [1] * (7 - cut) + [2] * 3])
     faulty = outside(fcp.transform(model, cp=cp), change_mask(documents=ids))
-    trips(lambda: assert_influence(blocks(7, 3), probe(faulty, params, batch)), match=r"\[6, 0\]")
+    assert_trips(lambda: assert_influence(blocks(7, 3), probe(faulty, params, batch)), match=r"\[6, 0\]")
     # At cp 2 the token that is lost has no target, so that the loss alone would not tell.
-    trips(lambda: assert_same_function(model, faulty, params, batch), match="logits" if cp == 2 else "loss")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch), match="logits" if cp == 2 else "loss")
 
 
 # --- C-10 -------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_c10_mutant(cp: int, name: str) -> None:
     model, params = toy()
     batch = batch_of(tokens(1, 8), **RESTART[name])
     faulty = fcp.transform(inside(model, inputs=restarted), cp=cp)
-    trips(lambda: assert_same_function(model, faulty, params, batch), match="loss")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch), match="loss")
 
 
 DYNAMIC = {"max_position_embeddings": 4, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
@@ -185,7 +185,7 @@ def test_c10_length_mutant() -> None:
     """R-logits notices a length that is taken from the slice."""
     model, params = toy(**DYNAMIC)
     faulty = inside(model, inputs=lambda x: replace(x, num_positions=x.num_positions - x.num_positions // 2))
-    trips(lambda: assert_same_function(model, fcp.transform(faulty, cp=2), params, batch_of(tokens(2, 8))))
+    assert_trips(lambda: assert_same_function(model, fcp.transform(faulty, cp=2), params, batch_of(tokens(2, 8))))
 
 
 # --- C-11 -------------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_c11_mutant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault = PAD_FAULTS[name](fcp.sharded.pad_to_multiple)
     monkeypatch.setattr("fcp.transforms._shard_seq.pad_to_multiple", fault)
     error = TypeCheckError if name == "tokens alone" else AssertionError
-    trips(lambda: assert_same_function(model, fcp.transform(model, cp=4), params, ten("plain")), error)
+    assert_trips(lambda: assert_same_function(model, fcp.transform(model, cp=4), params, ten("plain")), error)
 
 
 @pytest.mark.parametrize("token", [-1, 64, None])
@@ -267,7 +267,7 @@ def test_c11_pad_token_of_no_row(token: int | None) -> None:
 def test_c11_pad_token_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The witness notices a pad token that is taken as it is."""
     monkeypatch.setattr("fcp.transforms._shard_seq._pad_token", lambda config: config.pad_token_id)
-    trips(partial(test_c11_pad_token_of_no_row, 64), IndexError)
+    assert_trips(partial(test_c11_pad_token_of_no_row, 64), IndexError)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def test_c11_learned_positions() -> None:
 def test_c11_learned_positions_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The witness notices positions that go on without a bound."""
     monkeypatch.setattr("fcp.transforms._shard_seq._positions_in", lambda config: None)
-    trips(learned_positions, IndexError)
+    assert_trips(learned_positions, IndexError)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 5])
@@ -366,7 +366,7 @@ def test_c12_mutant(cp: int) -> None:
     faulty = outside(fcp.transform(model, cp=cp), ops=naive)
     batch = c12_batch(None)
     assert bool(torch.isnan(faulty(params, batch).logits[0, :2]).all())
-    trips(lambda: assert_matches(c12_expected(model, params), faulty, params, batch))
+    assert_trips(lambda: assert_matches(c12_expected(model, params), faulty, params, batch))
 
 
 # --- C-13 -------------------------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_c13_mutant(cp: int, fault: Any) -> None:
     model, params = attention_toy(windows=(3,))
     faulty = fcp.transform(inside(model, ops=attention_options(window=fault)), cp=cp)
     allowed = pairs_of(describe(torch.arange(6)), window=3)
-    trips(lambda: assert_influence(allowed, probe(faulty, params, batch_of(tokens(1, 6)))))
+    assert_trips(lambda: assert_influence(allowed, probe(faulty, params, batch_of(tokens(1, 6)))))
 
 
 def test_c13_chunks() -> None:
@@ -428,7 +428,7 @@ def test_c13_chunks_mutant() -> None:
     """The probe notices chunks that count from another row (a shard's first, say)."""
     model, params = attention_toy(chunk=4)
     faulty = outside(fcp.transform(model, cp=2), lambda x: change_mask(positions=x.mask.positions + 1)(x))
-    trips(lambda: assert_influence(blocks(4, 2), probe(faulty, params, batch_of(tokens(1, 6)))))
+    assert_trips(lambda: assert_influence(blocks(4, 2), probe(faulty, params, batch_of(tokens(1, 6)))))
 
 
 # --- C-14 -------------------------------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ def test_c14_mutant(option: str) -> None:
     model, params = attention_toy(**OPTIONS[option])
     faulty = fcp.transform(inside(model, ops=attention_options(**{option: None})), cp=2)
     batch = batch_of(tokens(2, 8))
-    trips(lambda: assert_same_function(model, faulty, params, batch), match="loss")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch), match="loss")
     if option == "window":
         assert pairs_seen(faulty, params, batch_of(tokens(1, 8))) == [36, 36]
 
@@ -491,7 +491,7 @@ def test_c14_unknown_option(mesh: dict[str, int], option: str) -> None:
         return replace(ops, attention=partial(ops.attention, **{option: 3}))
 
     sharded = fcp.transform(inside(model, ops=add_option), **mesh)
-    trips(lambda: sharded(params, batch_of(tokens(2, 8))), TypeError, option)
+    assert_trips(lambda: sharded(params, batch_of(tokens(2, 8))), TypeError, option)
 
 
 # --- C-15 -------------------------------------------------------------------------------------------------------------
@@ -525,8 +525,8 @@ def test_c15_mutant(cp: int) -> None:
     """The probe of C-15 notices attention that never leaves the shard."""
     model, params = attention_toy()
     faulty = fcp.transform(inside(model, ops=own_tokens_only), cp=cp)
-    trips(lambda: assert_influence(blocks(8), probe(faulty, params, batch_of(tokens(1, 8)))), match=r"\[7, 0\]")
-    trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(1, 8))), match="loss")
+    assert_trips(lambda: assert_influence(blocks(8), probe(faulty, params, batch_of(tokens(1, 8)))), match=r"\[7, 0\]")
+    assert_trips(lambda: assert_same_function(model, faulty, params, batch_of(tokens(1, 8))), match="loss")
 
 
 def test_c15_attention_that_is_not_asked_for() -> None:
@@ -537,7 +537,7 @@ def test_c15_attention_that_is_not_asked_for() -> None:
         return replace(ops, attention=lambda q, k, v, mask, **options: fcp.attention(q, k, v, None, **options))
 
     batch = batch_of(tokens(1, 8))
-    trips(
+    assert_trips(
         lambda: fcp.transform(inside(model, ops=bypass), cp=2)(params, batch),
         ValueError,
         r"never called ops\.attention",
@@ -548,6 +548,6 @@ def test_c15_axis_that_nothing_consumes() -> None:
     """A requested axis that does nothing is an error: by hand, and a half-applied cp as well."""
     model, params = attention_toy()
     batch = fcp.prepare(batch_of(tokens(1, 8)))
-    trips(lambda: fcp.simulate(model, cp=2)(params, batch), ValueError, "nothing consumed axis 'cp'")
-    trips(lambda: fcp.simulate(fcp.shard_seq(model), cp=2)(params, batch), ValueError, "nothing brings it")
-    trips(lambda: fcp.simulate(fcp.ulysses(model), cp=2)(params, batch), ValueError)
+    assert_trips(lambda: fcp.simulate(model, cp=2)(params, batch), ValueError, "nothing consumed axis 'cp'")
+    assert_trips(lambda: fcp.simulate(fcp.shard_seq(model), cp=2)(params, batch), ValueError, "nothing brings it")
+    assert_trips(lambda: fcp.simulate(fcp.ulysses(model), cp=2)(params, batch), ValueError)

@@ -17,13 +17,13 @@ from fcp import pytree
 from fcp.typing import IGNORED
 from tests.cases.toy_attention import toy as attention_toy
 from tests.cases.witnesses import (
+    assert_trips,
     inside,
     mesh_name,
     outside,
     run_inside,
     run_outside,
     trace,
-    trips,
 )
 from tests.toys import PACK8, batch_of, tokens
 
@@ -201,14 +201,14 @@ def test_c26_mutant_of_a_rank() -> None:
     """A choice by what one rank holds cannot be made at all: vmap has no such branch."""
     model, params = attention_toy()
     faulty = fcp.transform(saves_a_sum(model, of_rank=True), cp=2)
-    trips(lambda: assert_same_trace(faulty, params), RuntimeError, "data-dependent control flow")
+    assert_trips(lambda: assert_same_trace(faulty, params), RuntimeError, "data-dependent control flow")
 
 
 def test_c26_mutant_of_the_batch() -> None:
     """The witness notices a choice by a value of the batch, which every rank would have to agree on."""
     model, params = attention_toy()
     faulty = fcp.transform(saves_a_sum(model, of_rank=False), cp=2)
-    trips(lambda: assert_same_trace(faulty, params), match="no target: another sequence")
+    assert_trips(lambda: assert_same_trace(faulty, params), match="no target: another sequence")
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 4}, {"cp": 4, "tp": 2}], ids=mesh_name)
@@ -227,7 +227,7 @@ def test_c26_rows_that_do_not_divide(mesh: dict[str, int]) -> None:
     """Rows cannot be padded without changing what a row is: refused with the same message on every rank."""
     model, params = attention_toy()
     for run in (lambda fn, *a: fn(*a), run_inside):
-        trips(
+        assert_trips(
             lambda run=run: run(fcp.transform(model, **mesh), params, batch_of(tokens(2, 8))),
             ValueError,
             "does not divide a batch of",

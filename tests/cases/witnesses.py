@@ -1,7 +1,7 @@
 """Witnesses: checks that many cases share, each written so that a fault makes it raise, and the ways to put a fault in.
 
 A *fault* is put in on one side of a comparison only: around the functions under test (`outside`, `inside`), or by a
-patched function after the expected values were found. `trips` states that the witness notices: it must raise.
+patched function after the expected values were found. `assert_trips` states that the witness notices: it must raise.
 """
 
 from collections.abc import Callable, Mapping
@@ -253,7 +253,7 @@ def attention_options(**changes: Any) -> Change:
     return change
 
 
-def trips(witness: Callable[[], Any], error: type[Exception] = AssertionError, match: str | None = None) -> None:
+def assert_trips(witness: Callable[[], Any], error: type[Exception] = AssertionError, match: str | None = None) -> None:
     """The witness raises; `match` where the fault is caught by a message and not by a number."""
     with pytest.raises(error, match=match):
         witness()
