@@ -10,11 +10,11 @@ of names must be in that order.
 Left out: overlap. Each call waits for its result.
 """
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: its default arguments would keep the world's
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -76,9 +76,12 @@ def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
     return y
 
 
-@cache
 def group_of(mesh: Any, names: tuple[str, ...]) -> Any:
-    """The process group of one dimension of the mesh, or of several flattened, made once."""
+    """The process group of one dimension of the mesh, or of several flattened.
+
+    The mesh makes it once. It is looked up anew each time (10 microseconds), since a cache here would keep groups alive
+    past `destroy_process_group`, and their threads would fall with the interpreter.
+    """
     if len(names) == 1:
         return mesh.get_group(names[0])
     order = [name for name in mesh.mesh_dim_names if name in names]

@@ -4,9 +4,11 @@ Every rank computes every case on processes and in the simulator, on the same me
 case to RESULTS: the largest error over all ranks, and whether all ranks ran the same collectives as the simulator.
 """
 
+import gc
 import json
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -160,7 +162,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         with open(results, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+    # A group that something still holds when the interpreter ends takes its threads down with it: "terminate called".
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
+    gc.collect()
+    assert not [group for group in groups if group() is not None]
 
 
 if __name__ == "__main__":
