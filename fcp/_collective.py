@@ -9,12 +9,15 @@ called again. What comes out invariant comes out unbatched, so that later work i
 `pvary` and `all_gather` give the same value to every rank; they stay unbatched too (they give COPIES), because a
 batched weight would cost one weight gradient a rank.
 
+Several tensors may take one collective together: a model's gradients are summed in a few large exchanges, not in one a
+leaf. They share the row and its dims; each may lie in other vmap levels than its neighbour.
+
 On real processes nothing is batched, and the Function's own forward is reached: `_process.py` says what runs there. Its
 backward is the same: the adjoint row, whatever the ranks are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,29 +49,34 @@ class Rule:
 
 @dataclass(frozen=True)
 class _Call:
-    """A collective under way: `waiting` axes are still vmap levels, `folded` ones are dims in front of the tensor.
+    """A collective under way: `waiting` axes are still vmap levels, `folded` ones are dims in front of the tensors.
 
-    `names` and `sizes` are the whole axis tuple in its own order (first slowest); `extra` counts the dims between the
-    folded ones and the tensor's own, which belong to other vmap levels. `mesh` is the DeviceMesh of axes that are
-    processes.
+    `names` and `sizes` are the whole axis tuple in its own order (first slowest); `extras` counts, for each tensor, the
+    dims between the folded ones and the tensor's own, which belong to other vmap levels. `mesh` is the DeviceMesh of
+    axes that are processes.
     """
 
     rule: Rule
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     waiting: tuple[str, ...]
+    extras: tuple[int, ...]
     folded: tuple[str, ...] = ()
-    extra: int = 0
     mesh: Any = None
 
     def size_of(self, name: str) -> int:
         return self.sizes[self.names.index(name)]
 
+    def rules(self) -> list[Rule]:
+        """The row for each tensor, its dims counted past the dims of other levels."""
+        return [replace(self.rule, dims=tuple(dim + extra for dim in self.rule.dims)) for extra in self.extras]
 
-def over_ranks(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+
+def over_ranks(rule: Rule, xs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list[Tensor]:
+    """The collective of each tensor of `xs`, all in one exchange."""
     live = [(axis, axis.index) for axis in axes if axis.index is not None]
-    if not live:
-        return x
+    if not live or not xs:
+        return list(xs)
     names = tuple(axis.name for axis, _ in live)
     meshes = [axis.mesh for axis, _ in live]
     if any(mesh is not meshes[0] for mesh in meshes):
@@ -79,79 +87,96 @@ def over_ranks(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     if rule.takes == INVARIANT and rule.gives == COPIES and meshes[0] is None and not recording():
         # A copy computes nothing, and where the map is differentiated from outside its adjoint is torch's own. A model
         # has one of these a parameter; the Function's overhead alone would be several percent of a small step.
-        wrong = varying(x) & set(names)
+        wrong = frozenset().union(*(varying(x) for x in xs)) & set(names)
         if wrong:
             raise ValueError(_already_varies(rule, min(wrong)))
         if not differentiated_inside(tuple(axis for axis, _ in live)):
-            return x
-    call = _Call(rule, names, tuple(axis.size for axis, _ in live), waiting=names, mesh=meshes[0])
-    return _Collective.apply(x, call, *(index for _, index in live))
+            return list(xs)
+    sizes = tuple(axis.size for axis, _ in live)
+    call = _Call(rule, names, sizes, waiting=names, extras=(0,) * len(xs), mesh=meshes[0])
+    return list(_Collective.apply(call, *xs, *(index for _, index in live)))
 
 
-def _finish(x: Tensor, call: _Call) -> Tensor:
+def _event(rule: Rule, call: _Call, xs: Sequence[Tensor], ranks_in_front: int) -> Event:
+    """What one rank hands in: its tensor, or several as one row of numbers."""
+    shapes = [tuple(x.shape[ranks_in_front + extra :]) for x, extra in zip(xs, call.extras, strict=True)]
+    shape = shapes[0] if len(shapes) == 1 else (sum(math.prod(each) for each in shapes),)
+    return Event(rule.name, call.names, shape, xs[0].dtype, rule.backward)
+
+
+def _finish(xs: Sequence[Tensor], call: _Call) -> tuple[Tensor, ...]:
     """Every axis lies in front: put them in the tuple's order, and do the dense map."""
     rule, count, size = call.rule, len(call.names), math.prod(call.sizes)
     order = [call.folded.index(name) for name in call.names]
     if rule.takes == VARYING:
-        x = x.permute(*order, *range(count, x.dim())).flatten(0, count - 1)
-    mine = tuple(x.shape[(rule.takes == VARYING) + call.extra :])
-    note(Event(rule.name, call.names, mine, x.dtype, rule.backward))
-    y = rule.dense(x, size, rule)
+        xs = [x.permute(*order, *range(count, x.dim())).flatten(0, count - 1) for x in xs]
+    note(_event(rule, call, xs, rule.takes == VARYING))
+    ys = [rule.dense(x, size, each) for x, each in zip(xs, call.rules(), strict=True)]
     if rule.adjoint is not None and recording():
-        mine = tuple(y.shape[(rule.gives == VARYING) + call.extra :])
-        y = tap(y, Event(rule.adjoint(rule).name, call.names, mine, y.dtype, backward=True))
+        adjoint = replace(rule.adjoint(rule), backward=True)
+        ys = tap(ys, _event(adjoint, call, ys, rule.gives == VARYING))
     if rule.gives == VARYING:
         inverse = [call.names.index(name) for name in call.folded]
-        y = y.unflatten(0, call.sizes).permute(*inverse, *range(count, y.dim() + count - 1))
-    return y
+        ys = [y.unflatten(0, call.sizes).permute(*inverse, *range(count, y.dim() + count - 1)) for y in ys]
+    return tuple(ys)
 
 
 class _Collective(torch.autograd.Function):
+    """(call, *tensors, *the rank indices of the waiting axes) -> the collective of each tensor."""
+
     @staticmethod
-    def forward(x: Tensor, call: _Call, *indices: Tensor) -> Tensor:
+    def forward(call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
         if call.mesh is not None:
-            note(Event(call.rule.name, call.names, tuple(x.shape[call.extra :]), x.dtype, call.rule.backward))
-            return on_processes(call.rule, x, call.mesh, call.names)
+            xs = operands[: len(call.extras)]
+            note(_event(call.rule, call, xs, 0))
+            return tuple(on_processes(call.rules(), xs, call.mesh, call.names))
         raise RuntimeError(
             f"{call.rule.name}: axis {call.waiting[0]!r} has no ranks here; its fcp.simulate call has already returned"
         )
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.call, *indices = inputs
-        ctx.save_for_backward(*indices)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call, *operands = inputs
+        ctx.save_for_backward(*operands[len(ctx.call.extras) :])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call, indices = ctx.call, ctx.saved_tensors
         rule = replace(call.rule.adjoint(call.rule), backward=True)
         if call.rule.gives == COPIES:  # g is one copy's cotangent, already summed over the folded axes: 1 of many
             for name in reversed(call.folded):
-                rest = g.new_zeros((call.size_of(name) - 1, *g.shape))
-                g = torch.cat([g.unsqueeze(0), rest])
-        g = _Collective.apply(g, replace(call, rule=rule), *indices)
+                others = call.size_of(name) - 1
+                gs = tuple(torch.cat([g.unsqueeze(0), g.new_zeros((others, *g.shape))]) for g in gs)
+        gs = _Collective.apply(replace(call, rule=rule), *gs, *indices)
         if rule.gives == COPIES and call.folded:  # the operand has the folded axes in front: a copy for each rank
-            g = g.expand(*(call.size_of(name) for name in call.folded), *g.shape)
-        return g, None, *(None for _ in indices)
+            gs = tuple(g.expand(*(call.size_of(name) for name in call.folded), *g.shape) for g in gs)
+        return None, *gs, *(None for _ in indices)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, call: _Call, *indices: Tensor) -> tuple[Tensor, Any]:
-        x_dim, _, *index_dims = in_dims
-        rule, front = call.rule, len(call.folded)
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *operands: Tensor) -> tuple[Any, Any]:
+        rule, front, count = call.rule, len(call.folded), len(call.extras)
+        xs, x_dims = operands[:count], in_dims[1 : 1 + count]
+        indices, index_dims = operands[count:], in_dims[1 + count :]
         mine = [name for name, dim in zip(call.waiting, index_dims, strict=True) if dim is not None]
         if not mine:  # another axis, or the caller's own vmap
-            x = x.movedim(x_dim, front if rule.takes == VARYING else 0)
-            moved = replace(call, rule=replace(rule, dims=tuple(d + 1 for d in rule.dims)), extra=call.extra + 1)
-            return _Collective.apply(x, moved, *indices), (front if rule.gives == VARYING else 0)
+            to, given = front if rule.takes == VARYING else 0, front if rule.gives == VARYING else 0
+            xs = [x if dim is None else x.movedim(dim, to) for x, dim in zip(xs, x_dims, strict=True)]
+            extras = tuple(e + (dim is not None) for e, dim in zip(call.extras, x_dims, strict=True))
+            ys = _Collective.apply(replace(call, extras=extras), *xs, *indices)
+            return ys, tuple(None if dim is None else given for dim in x_dims)
         (name,) = mine
         if rule.takes == VARYING:
-            x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        elif x_dim is not None:
+            size = info.batch_size
+            xs = [
+                x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+                for x, dim in zip(xs, x_dims, strict=True)
+            ]
+        elif any(dim is not None for dim in x_dims):
             raise ValueError(_already_varies(rule, name))
         rest = [(n, i) for n, i in zip(call.waiting, indices, strict=True) if n != name]
         folded = replace(call, waiting=tuple(n for n, _ in rest), folded=(name, *call.folded))
-        y = _Collective.apply(x, folded, *(i for _, i in rest)) if rest else _finish(x, folded)
-        return y, (0 if rule.gives == VARYING else None)
+        ys = _Collective.apply(folded, *xs, *(i for _, i in rest)) if rest else _finish(xs, folded)
+        return ys, (0 if rule.gives == VARYING else None,) * count
 
 
 def _already_varies(rule: Rule, name: str) -> str:

@@ -10,6 +10,7 @@ of names must be in that order.
 Left out: overlap. Each call waits for its result.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +24,30 @@ if TYPE_CHECKING:
 __all__ = ["group_of", "on_processes"]
 
 
-def on_processes(rule: "Rule", x: Tensor, mesh: Any, names: tuple[str, ...]) -> Tensor:
-    """This process's result of a collective over the dimensions `names` of `mesh`.
+def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names: tuple[str, ...]) -> list[Tensor]:
+    """This process's result of a collective of each tensor, over the dimensions `names` of `mesh`, in one exchange.
 
     Raises:
-        ValueError: the names are not in the mesh's order.
+        ValueError: the names are not in the mesh's order, or several tensors differ in dtype.
     """
-    group = group_of(mesh, names)
+    if len(xs) == 1:
+        return [_one(rules[0], xs[0], group_of(mesh, names))]
+    name = rules[0].name
+    if len({x.dtype for x in xs}) > 1:
+        raise ValueError(
+            f"{name}: tensors that travel together have one dtype, not {sorted({str(x.dtype) for x in xs})}"
+        )
+    match name:
+        case "pvary":
+            return [x.view_as(x) for x in xs]
+        case "psum":
+            flat = torch.cat([x.reshape(-1) for x in xs])
+            dist.all_reduce(flat, dist.ReduceOp.SUM, group_of(mesh, names))
+            return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
+    raise RuntimeError(f"{name}: no rule for several tensors on processes")
+
+
+def _one(rule: "Rule", x: Tensor, group: Any) -> Tensor:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     match rule.name:
         case "pvary":

@@ -19,6 +19,7 @@ A reduction is always SUM; who wants a mean divides. Left out: uneven slices. Pa
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "pvary_each",
     "shard",
     "unshard",
 ]
@@ -66,7 +68,7 @@ def shard(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tensor, "
     axes = lookup(axis, "shard")
     dim = _dim("shard", x, dim)
     _check_divides("shard", x, axes, dim)
-    return over_ranks(Rule("shard", INVARIANT, VARYING, _dense_shard, _to_unshard, (dim,)), x, axes)
+    return _one(Rule("shard", INVARIANT, VARYING, _dense_shard, _to_unshard, (dim,)), x, axes)
 
 
 def unshard(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tensor, "..."]:
@@ -87,7 +89,7 @@ def unshard(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tensor,
         NameError: `axis` is not bound.
     """
     axes = lookup(axis, "unshard")
-    return over_ranks(Rule("unshard", VARYING, INVARIANT, _dense_join, _to_shard, (_dim("unshard", x, dim),)), x, axes)
+    return _one(Rule("unshard", VARYING, INVARIANT, _dense_join, _to_shard, (_dim("unshard", x, dim),)), x, axes)
 
 
 def pvary(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
@@ -107,7 +109,7 @@ def pvary(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
         ValueError: `x` already varies over `axis`.
         NameError: `axis` is not bound.
     """
-    return over_ranks(Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum), x, lookup(axis, "pvary"))
+    return _one(Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum), x, lookup(axis, "pvary"))
 
 
 def psum(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
@@ -126,7 +128,7 @@ def psum(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
     Raises:
         NameError: `axis` is not bound.
     """
-    return over_ranks(Rule("psum", VARYING, INVARIANT, _dense_sum, _to_pvary), x, lookup(axis, "psum"))
+    return _one(Rule("psum", VARYING, INVARIANT, _dense_sum, _to_pvary), x, lookup(axis, "psum"))
 
 
 def all_gather(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tensor, "..."]:
@@ -146,7 +148,7 @@ def all_gather(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tens
         NameError: `axis` is not bound.
     """
     axes = lookup(axis, "all_gather")
-    return over_ranks(
+    return _one(
         Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (_dim("all_gather", x, dim),)), x, axes
     )
 
@@ -171,7 +173,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Te
     axes = lookup(axis, "psum_scatter")
     dim = _dim("psum_scatter", x, dim)
     _check_divides("psum_scatter", x, axes, dim)
-    return over_ranks(Rule("psum_scatter", VARYING, VARYING, _dense_sum_scatter, _to_all_gather, (dim,)), x, axes)
+    return _one(Rule("psum_scatter", VARYING, VARYING, _dense_sum_scatter, _to_all_gather, (dim,)), x, axes)
 
 
 def all_to_all(x: Shaped[Tensor, "..."], axis: Axes, *, split_dim: int, concat_dim: int) -> Shaped[Tensor, "..."]:
@@ -198,7 +200,7 @@ def all_to_all(x: Shaped[Tensor, "..."], axis: Axes, *, split_dim: int, concat_d
     if split == concat:
         raise ValueError(f"all_to_all: split_dim and concat_dim are both {split}; they must differ")
     _check_divides("all_to_all", x, axes, split)
-    return over_ranks(Rule("all_to_all", VARYING, VARYING, _dense_exchange, _to_exchange, (split, concat)), x, axes)
+    return _one(Rule("all_to_all", VARYING, VARYING, _dense_exchange, _to_exchange, (split, concat)), x, axes)
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, *, perm: list[tuple[int, int]]) -> Shaped[Tensor, "..."]:
@@ -224,7 +226,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, *, perm: list[tuple[int, int]
     rule = Rule("ppermute", VARYING, VARYING, _dense_permute, _to_permute, perm=tuple(perm))
     if size == 1:  # the one rank may still receive nothing
         return x if perm else torch.zeros_like(x)
-    return over_ranks(rule, x, axes)
+    return _one(rule, x, axes)
 
 
 def pmax(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
@@ -233,7 +235,7 @@ def pmax(x: Shaped[Tensor, "..."], axis: Axes) -> Shaped[Tensor, "..."]:
     Raises:
         NameError: `axis` is not bound.
     """
-    return over_ranks(Rule("pmax", VARYING, INVARIANT, _dense_max, None), x.detach(), lookup(axis, "pmax"))
+    return _one(Rule("pmax", VARYING, INVARIANT, _dense_max, None), x.detach(), lookup(axis, "pmax"))
 
 
 def own_slice(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tensor, "..."]:
@@ -254,6 +256,19 @@ def own_slice(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tenso
     local = x.shape[dim] // math.prod(each.size for each in axes)
     rows = axis_index(axis).to(x.device) * local + torch.arange(local, device=x.device)
     return x.index_select(dim, rows)
+
+
+# --- several tensors in one exchange ----------------------------------------------------------------------------------
+# The same rows, for tensors of one dtype: as many messages as one takes. A trace lists them as one row of numbers.
+
+
+def pvary_each(xs: Sequence[Tensor], axis: Axes) -> list[Tensor]:
+    """`pvary` of each tensor; the gradients of all are summed in one exchange."""
+    return over_ranks(Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum), xs, lookup(axis, "pvary"))
+
+
+def _one(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    return over_ranks(rule, (x,), axes)[0]
 
 
 # --- what each means over the stacked tensors of all ranks ------------------------------------------------------------

@@ -24,13 +24,26 @@ from torch import Tensor
 from fcp import pytree
 from fcp._prepare import prepare
 from fcp.axes import axis_size, bound
-from fcp.collectives import pvary, shard
+from fcp.collectives import pvary_each, shard
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, ModelFn, Output, Params, Rules, Split
 
-__all__ = ["Piece", "Placement", "Sharded", "add_varying", "base_model", "pad_to", "pad_to_multiple"]
+__all__ = [
+    "Piece",
+    "Placement",
+    "Shapes",
+    "Sharded",
+    "add_varying",
+    "base_model",
+    "mark_varying",
+    "pad_to",
+    "pad_to_multiple",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are summed in one exchange: enough that its latency is nothing, few enough to begin early."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,8 @@ class Sharded:
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
         prepared = prepare(inputs)
         placements = self.placements(params)
-        return self.on_local(pytree.map_with_path(lambda path, x: _lay(x, placements[path]), params), prepared, ops)
+        cut = pytree.map_with_path(lambda path, x: _cut(x, placements[path]), params)
+        return self.on_local(mark_varying(cut, placements), prepared, ops)
 
     def on_local(self, params: Params, inputs: Inputs, ops: Ops) -> Output:
         """The function on parameters that are laid out already."""
@@ -150,21 +164,50 @@ def add_varying(axis: str) -> Place:
     return place
 
 
-def _lay(x: Tensor, placement: Placement) -> Tensor | Piece:
-    """One global leaf to what this rank computes with."""
-    accounted = set(placement.stored)
-    for axis, split in placement.slices:
-        x = _cut(x, axis, split)
-        accounted.add(axis)
-    piece = _store(x, placement) if placement.stored else x
+def mark_varying(local: Params, placements: Mapping[str, Placement]) -> Params:
+    """Local leaves (tensors or Pieces) made ready for use: marked varying where no slice or gather sums their gradient.
+
+    The gradients of several leaves are summed in one exchange, in buckets of at most `BUCKET` bytes, each as soon as
+    all of its gradients are there (Li et al. 2020, section 3.2.3).
+    """
+    values, spec = pytree.flatten(local)
+    buckets: list[tuple[tuple[str, ...], list[int]]] = []
+    filling: dict[Any, tuple[int, list[int]]] = {}
+    for index, (x, placement) in enumerate(zip(values, placements.values(), strict=True)):
+        axes = _unaccounted(placement)
+        if not axes:
+            continue
+        size = x.numel() * x.element_size()
+        filled, bucket = filling.get((axes, x.dtype), (BUCKET, []))
+        if filled + size > BUCKET:
+            filled, bucket = 0, []
+            buckets.append((axes, bucket))
+        bucket.append(index)
+        filling[axes, x.dtype] = (filled + size, bucket)
+    for axes, bucket in buckets:
+        for index, x in zip(bucket, pvary_each([values[i] for i in bucket], axes), strict=True):
+            values[index] = x
+    return pytree.unflatten(spec, values)
+
+
+def _unaccounted(placement: Placement) -> tuple[str, ...]:
+    """The axes over which the leaf's gradient still has to be summed."""
+    accounted = {*placement.stored, *(axis for axis, _ in placement.slices)}
     rest = tuple(name for name in bound() if name in placement.varies and name not in accounted)
     unbound = sorted(placement.varies - accounted - set(rest))
     if unbound:
         axis_size(unbound[0])  # raises the NameError of an unbound axis
-    return pytree.map(lambda value: pvary(value, rest), piece) if rest else piece
+    return rest
 
 
-def _cut(x: Tensor, axis: str, split: Split) -> Tensor:
+def _cut(x: Tensor, placement: Placement) -> Tensor | Piece:
+    """One global leaf to what this rank holds."""
+    for axis, split in placement.slices:
+        x = _slice(x, axis, split)
+    return _store(x, placement) if placement.stored else x
+
+
+def _slice(x: Tensor, axis: str, split: Split) -> Tensor:
     size, dim = axis_size(axis), split.dim % x.dim()
     if split.vocab:
         return shard(pad_to_multiple(x, size, dim), axis, dim=dim)

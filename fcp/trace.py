@@ -14,7 +14,7 @@ Left out: a backward that another thread runs (torch does so off the CPU) does n
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -77,25 +77,25 @@ def note(event: Event) -> None:
         events.append(event)
 
 
-def tap(x: Tensor, event: Event) -> Tensor:
-    """x itself; when a gradient passes here, `event` is noted."""
-    return _Tap.apply(x, event)
+def tap(xs: Sequence[Tensor], event: Event) -> list[Tensor]:
+    """xs themselves; when their gradients pass here, `event` is noted once."""
+    return list(_Tap.apply(event, *xs))
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, event: Event) -> Tensor:
-        return x.view_as(x)
+    def forward(event: Event, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.event = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.event = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         note(ctx.event)
-        return g, None
+        return None, *gs
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, event: Event) -> tuple[Tensor, Any]:
-        return _Tap.apply(x, event), in_dims[0]
+    def vmap(info: Any, in_dims: tuple[Any, ...], event: Event, *xs: Tensor) -> tuple[Any, Any]:
+        return _Tap.apply(event, *xs), tuple(in_dims[1:])

@@ -248,8 +248,12 @@ def test_leaves_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_shard_params, "_gather", lambda x: gather(replace(x, size=12) if _is_table(x) else x))
     assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), match="loss")
     monkeypatch.undo()
-    pvary = fcp.sharded.pvary
-    monkeypatch.setattr(fcp.sharded, "pvary", lambda x, axis: pvary(x, axis) if x.dim() else x)
+    right = fcp.sharded.pvary_each
+    monkeypatch.setattr(
+        fcp.sharded,
+        "pvary_each",
+        lambda xs, axis: [right([x], axis)[0] if x.dim() else x for x in xs],
+    )
     assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), ValueError, "gradient of head.1")
 
 

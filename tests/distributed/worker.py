@@ -149,7 +149,9 @@ def main() -> None:
     ]
     if what == "mutant":
         right = _collective.on_processes
-        _collective.on_processes = lambda rule, x, *more: x.clone() if rule.name == "psum" else right(rule, x, *more)
+        _collective.on_processes = lambda rules, xs, *more: (
+            [x.clone() for x in xs] if rules[0].name == "psum" else right(rules, xs, *more)
+        )
     if what == "grid":
         found = grid(fitting if count < 0 else fitting[:count])
     else:
