@@ -18,7 +18,8 @@ from fcp._distribute import distribute
 from fcp._linear import linear
 from fcp._prepare import prepare
 from fcp._simulate import simulate
-from fcp._transform import Transformed, transform
+from fcp._transform import transform
+from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
 from fcp.collectives import (
     all_gather,

@@ -5,13 +5,17 @@ row, nothing fails: its slice of the sequence is cut from another text, and atte
 tensors have another shape, a collective hangs or fills its result with what lies in memory.
 
 So each call first gathers a fingerprint from every rank: 16 bytes of what the batch holds, and 16 of the shapes and
-dtypes of the parameters. Where they differ, every rank raises the same ValueError, which names the ranks that differ
-from the first.
+dtypes of the parameters. Where they differ, every rank raises the same ValueError, which names the ranks that differ.
+
+The ranks of an axis that splits rows (dp, fsdp) may each be handed their own rows alone. Then only the ranks that share
+rows must agree, and what a loss needs to know of the whole batch (how many targets, how long a row) travels along.
 
 Left out: the values of the parameters (hashing them would cost more than the step), and those of input embeddings.
 """
 
 import hashlib
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,32 +27,69 @@ from fcp._process import group_of
 from fcp.axes import bare
 from fcp.typing import Inputs, Params
 
-__all__ = ["check_agreement"]
+__all__ = ["agree"]
 
 WHAT = ("batch", "parameters (their names, shapes or dtypes)")
+WHY = (
+    "Every rank passes the same global ones; which part of them is its own, the transforms decide.",
+    "Each rank of dp and fsdp passes its own rows, and the ranks that share rows (cp, tp) pass the same.",
+)
 
 
-def check_agreement(mesh: Any, params: Params, inputs: Inputs) -> None:
-    """Raises the same ValueError on every process of `mesh` if they were handed differing batches or parameters."""
+def agree(mesh: Any, params: Params, inputs: Inputs, *, own: tuple[str, ...] = (), counted: bool = True) -> Inputs:
+    """The batch as every process sees it, when all were handed what belongs together.
+
+    Args:
+        mesh: the DeviceMesh of the processes.
+        params: what this process was handed as parameters, or as its shards.
+        inputs: what it was handed as batch: the whole one, or the rows of its own rank on the axes `own`.
+        own: the axes whose ranks were each handed their own rows.
+        counted: `inputs.num_targets` counts these rows alone; False where the caller gave the count of all.
+
+    Returns:
+        The inputs, `num_targets` and `num_positions` those of the whole batch.
+
+    Raises:
+        ValueError: the same on every process, naming the ranks that were handed another batch than those with whom they
+            share it, or other parameters.
+    """
     # Under torch.func.grad every operation's result is wrapped, and what is wrapped has no bytes to read.
     with temporarily_clear_interpreter_stack():
         by_rank = _gathered(mesh, params, inputs)
+    # The ranks in the mesh's order; those with one index on every axis of `own` share rows.
+    names, sizes = mesh.mesh_dim_names, [mesh.size(dim) for dim in range(mesh.ndim)]
+    places = [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, sizes))]
+    first: dict[tuple[int, ...], int] = {}
+    shares = [first.setdefault(tuple(place[name] for name in own), rank) for rank, place in enumerate(places)]
     for part, what in enumerate(WHAT):
-        differing = [rank for rank, each in enumerate(by_rank) if each[part] != by_rank[0][part]]
+        like = [0] * len(shares) if part else shares
+        differing = [rank for rank, other in enumerate(like) if by_rank[rank][part] != by_rank[other][part]]
         if differing:
+            others = sorted({like[rank] for rank in differing})
+            whose = f"rank {others[0]}" if len(others) == 1 else f"the ranks {others}"
+            why = WHY[bool(own)]
             raise ValueError(
-                f"transform: the ranks {differing} of the mesh were handed another {what} than rank 0. Every rank "
-                f"passes the same global ones; which part of them is its own, the transforms decide."
+                f"transform: the ranks {differing} of the mesh were handed another {what} than {whose}. {why}"
             )
+    if not own:
+        return inputs
+    counts = [by_rank[rank][2] for rank in first.values()]
+    like = inputs.num_targets
+    return replace(
+        inputs,
+        num_targets=like.new_tensor(sum(targets for targets, _ in counts)) if counted else inputs.num_targets,
+        num_positions=like.new_tensor(max(positions for _, positions in counts)),
+    )
 
 
 def _gathered(mesh: Any, params: Params, inputs: Inputs) -> list[list[list[int]]]:
-    """[rank][batch, parameters] -> the fingerprint."""
-    mine = torch.tensor(_fingerprint(inputs, values=True) + _fingerprint(params, values=False))
+    """[rank][the batch's fingerprint, the parameters', (targets, positions)]."""
+    counts = [int(bare(inputs.num_targets)), int(bare(inputs.num_positions))]
+    mine = torch.tensor(_fingerprint(inputs, values=True) + _fingerprint(params, values=False) + counts)
     group = group_of(mesh, tuple(mesh.mesh_dim_names))
-    everyone = torch.empty(dist.get_world_size(group) * 4, dtype=torch.int64, device=mesh.device_type)
+    everyone = torch.empty(dist.get_world_size(group) * 6, dtype=torch.int64, device=mesh.device_type)
     dist.all_gather_single(everyone, mine.to(mesh.device_type), group)
-    return everyone.view(-1, 2, 2).tolist()
+    return everyone.view(-1, 3, 2).tolist()
 
 
 def _fingerprint(tree: Any, *, values: bool) -> list[int]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fcp import pytree
 from fcp._prepare import prepare
-from fcp._transform import Transformed
+from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
 from fcp.model import Model
 from fcp.sharded import Sharded

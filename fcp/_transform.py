@@ -10,16 +10,13 @@ left out); and a record of what was applied.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from fcp._agree import check_agreement
-from fcp._distribute import distribute
-from fcp._prepare import prepare
-from fcp._simulate import simulate
+from fcp._transformed import Transformed
 from fcp.kernels import registered
-from fcp.ops import LOCAL, Ops
+from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Sharded, base_model
 from fcp.transforms._shard_batch import shard_batch
@@ -28,44 +25,7 @@ from fcp.transforms._shard_seq import shard_seq
 from fcp.transforms._ulysses import ulysses
 from fcp.typing import Inputs, ModelFn, Output, Params
 
-__all__ = ["Transformed", "transform"]
-
-
-@dataclass(frozen=True)
-class Transformed:
-    """A transformed model function: (params, batch) -> Output, global in and global out.
-
-    Attributes:
-        model_fn: the composed function, its axes still to be bound.
-        axes: axis name to number of ranks, outermost first; axes of one rank are left out.
-        mesh: the DeviceMesh whose processes are the ranks; None where they are simulated.
-    """
-
-    model_fn: ModelFn
-    axes: Mapping[str, int]
-    mesh: Any = None
-
-    def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
-        prepared = prepare(inputs)
-        if not self.axes:
-            return self.model_fn(params, prepared, ops)
-        if self.mesh is not None:
-            check_agreement(self.mesh, params, prepared)
-            return distribute(self.model_fn, self.mesh)(params, prepared, ops)
-        return simulate(self.model_fn, **self.axes)(params, prepared, ops)
-
-    @property
-    def applied(self) -> tuple[str, ...]:
-        """The transforms that were applied, innermost first."""
-        return self.model_fn.applied if isinstance(self.model_fn, Sharded) else ()
-
-    @property
-    def config(self) -> Any:
-        return getattr(base_model(self.model_fn), "config", None)
-
-    def __repr__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items()) or "one rank"
-        return f"Transformed({mesh}: {' . '.join(reversed(self.applied)) or 'as it is'})"
+__all__ = ["transform"]
 
 
 def transform(
@@ -78,6 +38,7 @@ def transform(
     remat: bool = False,
     logits: bool = True,
     kernel: str = "auto",
+    rows: Literal["all", "own"] = "all",
     mesh: Any = None,
 ) -> Transformed:
     """Spreads a model function over ranks; loss, logits and every gradient stay those of the function.
@@ -92,6 +53,8 @@ def transform(
         remat: recompute each layer in backward instead of keeping what it computed.
         logits: False leaves `Output.logits` None.
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
+        rows: "own", on processes: each rank of dp and fsdp is handed its own rows alone (any number), and the ranks
+            of a cp or tp group the same ones; the logits are those of the own rows. The loss is that of all.
         mesh: a torch DeviceMesh whose dimensions are named as the axes, in any order, and have their sizes: the ranks
             are its processes. Every process passes the same parameters and batch, and gets the whole loss, logits and
             gradients. None: the ranks are simulated in this process.
@@ -99,7 +62,7 @@ def transform(
     Raises:
         ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
             layers do not divide by; an unknown kernel; a model with dropout; a model that was transformed already; a
-            mesh of other names or sizes.
+            mesh of other names or sizes; rows of its own where no process is handed any.
 
     >>> import fcp, torch
     >>> from models import llama
@@ -114,6 +77,7 @@ def transform(
     """
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     _validate(model_fn, sizes, kernel)
+    own = _validate_rows(rows, sizes, mesh)
     if mesh is not None:
         _validate_mesh(mesh, sizes)
     fn = model_fn if logits else _drop_logits(model_fn)
@@ -129,10 +93,10 @@ def transform(
         fn = shard_seq(ulysses(fn, axis="cp"), axis="cp")
     for axis in ("fsdp", "dp"):
         if sizes[axis] > 1:
-            fn = shard_batch(fn, axis=axis)
+            fn = shard_batch(fn, axis=axis, rows=rows)
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
-    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1}, mesh)
+    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1}, mesh, own)
 
 
 def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
@@ -169,6 +133,16 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
         if wrong:
             smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]
             raise ValueError(f"transform: {'; '.join(wrong)}. Below {sizes['tp']}, tp may be {', '.join(smaller)}.")
+
+
+def _validate_rows(rows: str, sizes: Mapping[str, int], mesh: Any) -> tuple[str, ...]:
+    if rows not in ("all", "own"):
+        raise ValueError(f"transform: rows={rows!r}; it is 'all' or 'own'")
+    split = tuple(name for name in ("dp", "fsdp") if sizes[name] > 1)
+    if rows == "own" and (mesh is None or not split):
+        lacking = "no mesh: in the simulator one process is handed every rank's rows" if split else "no dp or fsdp"
+        raise ValueError(f"transform: rows='own' and {lacking}. Leave rows out.")
+    return split if rows == "own" else ()
 
 
 def _validate_mesh(mesh: Any, sizes: Mapping[str, int]) -> None:

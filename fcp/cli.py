@@ -45,7 +45,8 @@ from fcp._cli_inputs import (
 )
 from fcp._compare import report
 from fcp._prepare import prepare
-from fcp._transform import Transformed, transform
+from fcp._transform import transform
+from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
 from fcp.model import Model
 from fcp.typing import Inputs, Params

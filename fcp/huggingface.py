@@ -15,7 +15,7 @@ Left out: downloads, pickled .bin files, quantised weights that stay packed.
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_tensors", "read", "tokenizer", "write"]
+from fcp._stored import Stored, stored_in
+
+__all__ = ["Stored", "check_tensors", "read", "tokenizer", "write"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: str | Path, *, lazy: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config.json values and the tensors by name, of a folder or a GGUF file.
 
-    A folder's tensors keep their dtype; those of a GGUF file are float32.
+    A folder's tensors keep their dtype; those of a GGUF file are float32. With `lazy`, the tensors stay in their files:
+    a `Stored` stands for each, and reads no more of it than the slices that are asked for.
 
     Raises:
-        ValueError: the path is neither, or something in it is missing or cannot be read; file and tensor are named.
+        ValueError: the path is neither, or something in it is missing or cannot be read; file and tensor are named. Or
+            `lazy` of a GGUF file, whose packed blocks have no slices.
         ImportError: an extra is not installed (`pip install fcp[hf]`).
     """
     path = Path(path).expanduser()
     if _is_gguf(path):
+        if lazy:
+            raise ValueError(
+                f"{path}: the blocks of a GGUF file are unpacked whole, so nothing of it can stay in the file"
+            )
         return _read_gguf(path)
     if not path.is_dir():
         raise ValueError(
@@ -46,7 +54,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: no config.json in this folder")
-    return _json(path / "config.json"), _read_weights(path)
+    return _json(path / "config.json"), _read_weights(path, _stored if lazy else _safetensors)
 
 
 def write(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -65,7 +73,7 @@ def write(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, T
 def check_tensors(
     path: str | Path,
     shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     tied: Iterable[str] = (),
 ) -> None:
     """Raises ValueError naming every tensor that is missing, unknown, not floating or not of the config's shape.
@@ -85,7 +93,7 @@ def check_tensors(
     wrong += [
         f"{name} is tied by the config and differs from model.embed_tokens.weight"
         for name in tied
-        if name in tensors and table is not None and not torch.equal(tensors[name], table)
+        if name in tensors and table is not None and not torch.equal(tensors[name][:], table[:])
     ]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
@@ -145,21 +153,21 @@ def _extra(name: str) -> Any:
 # --- a folder ---------------------------------------------------------------------------------------------------------
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path, read_file: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """One file, or the files of an index. Where both are there the one file counts, as it does for transformers."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return _safetensors(single)
+        return read_file(single)
     if not index.is_file():
         raise ValueError(f"{folder}: model.safetensors not found; weights are read from safetensors only")
     by_name = _json(index).get("weight_map")
     if not isinstance(by_name, dict) or not by_name:
         raise ValueError(f"{index}: no weight_map in it")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for file in sorted(set(by_name.values())):
         if Path(file).name != file or not (folder / file).is_file():
             raise ValueError(f"{folder}: {file} not found, which {index.name} names")
-        found = _safetensors(folder / file)
+        found = read_file(folder / file)
         expected = {name for name, where in by_name.items() if where == file}
         if expected != set(found):
             names = ", ".join(sorted(expected ^ set(found))[:4])
@@ -182,6 +190,14 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     library, load_file = _extra("safetensors"), _extra("safetensors.torch").load_file
     try:
         return load_file(path)
+    except (library.SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not readable as safetensors ({error})") from None
+
+
+def _stored(path: Path) -> dict[str, Stored]:
+    library = _extra("safetensors")
+    try:
+        return stored_in(path)
     except (library.SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not readable as safetensors ({error})") from None
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fcp import pytree
 from fcp._prepare import prepare
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, Output, Params, Rules
@@ -30,6 +33,11 @@ class Model:
     apply: Callable[[Params, Inputs, Ops], Output] = field(repr=False)
     init: Callable[..., Params] = field(repr=False)
     rules: Rules = field(repr=False)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every leaf, by path, of the parameters that `init` gives; none of them is made."""
+        with FakeTensorMode():
+            return pytree.shapes(self.init(seed=0))
 
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
         return self.apply(params, prepare(inputs), ops)

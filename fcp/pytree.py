@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import optree
 from optree import PyTreeSpec
 
-__all__ = ["flatten", "leaves", "map", "map_with_path", "nest", "node", "paths", "unflatten"]
+__all__ = ["flatten", "leaves", "map", "map_with_path", "nest", "node", "paths", "shapes", "unflatten"]
 
 _NAMESPACE = "fcp"
 _Record = TypeVar("_Record")
@@ -66,6 +66,11 @@ def paths(tree: Any) -> list[str]:
         ".".join(str(key.field if isinstance(key, optree.NamedTupleEntry) else key.entry) for key in path)
         for path in optree.tree_accessors(tree, namespace=_NAMESPACE)
     ]
+
+
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf, by path, in the order of `flatten`."""
+    return {path: tuple(x.shape) for path, x in zip(paths(tree), leaves(tree), strict=True)}
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -110,7 +110,7 @@ class Sharded:
 
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
         prepared = prepare(inputs)
-        placements = self.placements(params)
+        placements = self.placements(pytree.shapes(params))
         cut = pytree.map_with_path(lambda path, x: _cut(x, placements[path]), params)
         return self.on_local(mark_varying(cut, placements), prepared, ops)
 
@@ -119,10 +119,8 @@ class Sharded:
         inner: Any = self.inner.on_local if isinstance(self.inner, Sharded) else self.inner
         return self.run(inner, params, inputs, ops)
 
-    def placements(self, params: Params) -> dict[str, Placement]:
+    def placements(self, shapes: Shapes) -> dict[str, Placement]:
         """The placement of every leaf, by path, from the transforms' statements, innermost first."""
-        leaves, names = pytree.leaves(params), pytree.paths(params)
-        shapes = {path: tuple(x.shape) for path, x in zip(names, leaves, strict=True)}
         chain: list[Sharded] = []
         here: Any = self
         while isinstance(here, Sharded):

@@ -329,18 +329,19 @@ def config_to_json(config: Config) -> dict[str, Any]:
     return fields_to_json(fields, [config.window(index) for index in range(config.num_hidden_layers)])
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Model, Params]:
+def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = False) -> tuple[Model, Params]:
     """Reads a checkpoint: a folder with config.json and safetensors, or a GGUF file.
 
     Args:
         path: the folder or the file.
         dtype: of the parameters; None keeps the checkpoint's.
+        lazy: leave the parameters in their files, for `shard` to read a rank's own slices from.
 
     Raises:
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
             shape, all named.
     """
-    values, tensors = huggingface.read(path)
+    values, tensors = huggingface.read(path, lazy=lazy)
     try:
         config = config_from_json(values)
     except ValueError as error:

@@ -125,6 +125,28 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fcp.transform(MODEL, cp=2, mesh=Mesh(("cp", "tp"), (2, 2))),
         r"\{'cp': 2, 'tp': 1\} is asked for",
     ),
+    "rows of its own, simulated": (
+        lambda: fcp.transform(MODEL, dp=2, rows="own"),
+        "one process is handed every rank's",
+    ),
+    "rows of its own, and none split": (
+        lambda: fcp.transform(MODEL, cp=2, rows="own", mesh=Mesh(("cp",), (2,))),
+        "rows='own' and no dp or fsdp",
+    ),
+    "rows of another kind": (lambda: UNCHECKED(MODEL, dp=2, rows="mine"), "rows='mine'; it is 'all' or 'own'"),
+    "shard_batch, rows of another kind": (
+        lambda: inspect.unwrap(fcp.shard_batch)(MODEL, axis="dp", rows="mine"),
+        "rows='mine'; it is",
+    ),
+    "shards of a plain function": (
+        lambda: fcp.transform(plain, fsdp=2, mesh=Mesh(("fsdp",), (2,))).on_shards(TABLE, BATCH),
+        "shards do not say how large",
+    ),
+    "DTensors in the simulator": (lambda: fcp.transform(MODEL, cp=2).to_dtensor(PARAMS), "no process holds a shard"),
+    "shards of DTensors in the simulator": (
+        lambda: fcp.transform(MODEL, cp=2).from_dtensor(PARAMS),
+        "give transform a",
+    ),
     "a mesh of other names": (lambda: fcp.transform(MODEL, cp=2, mesh=Mesh(("sp",), (2,))), "'sp': 2"),
     # the batch
     "4-D mask": (

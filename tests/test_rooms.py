@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("pytree", "typing"),
+    ("pytree", "typing", "_stored"),
     ("axes", "trace", "masks", "loss"),
     ("_process",),
     ("_collective", "kernels", "_linear"),
@@ -16,7 +16,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_simulate", "_distribute", "_agree", "_attention", "_prepare"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),
-    ("transforms",),
+    ("transforms", "_layout"),
+    ("_dtensor",),
+    ("_shards",),
+    ("_transformed",),
     ("_transform",),
     ("_compare",),
     ("__init__",),

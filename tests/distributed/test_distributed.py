@@ -63,6 +63,22 @@ def test_grid_all(processes: int, tmp_path: Path) -> None:
     check(processes, "grid", -1, tmp_path)
 
 
+@pytest.mark.parametrize(("processes", "what", "count"), [(2, "shards", 8), (4, "shards", 15), (4, "checkpoints", 3)])
+def test_shards(processes: int, what: str, count: int, tmp_path: Path) -> None:
+    """A shard that holds another rank's rows, or more than its own; a gradient of a shard that misses a sum."""
+    lines = work(processes, what, 0, tmp_path)
+    assert len(lines) == count
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
+@pytest.mark.parametrize(("processes", "count"), [(2, 4), (4, 5)])
+def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
+    """A mean of the readers' means; a reader's short rows that scale its rope otherwise; a cp group fed two texts."""
+    lines = work(processes, "rows", 0, tmp_path)
+    assert len(lines) == count
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     """A rank that reads another row, whose text attention would join to its neighbours'; shapes that hang."""
     lines = work(2, "disagreements", 0, tmp_path)
