@@ -896,3 +896,36 @@ def test_the_checks_notice(where, mutant, case, monkeypatch):
     mesh = ({"a": 2, "b": 3}, ("a", "b"))
     assert Bench(case, mesh).error() == EXACT
     assert _error_or_refusal(Bench(replace(case, apply=faulty), mesh)) > 1e-6
+
+
+# --- several tensors in one exchange ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 3}, {"b": 3, "a": 2}], ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+def test_tensors_that_travel_together_are_those_that_travel_alone(sizes, inside):
+    """A leaf split over another axis that its neighbour in the bucket is not; gradients given to the wrong leaf."""
+    leaves = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 2), (), (6,))]
+
+    def loss_of(mark):
+        def fn(leaves):
+            one, two = mark(leaves[:2], "b")
+            one, two, three = mark([one, two, fcp.shard(leaves[2], "b", dim=0)], "a")
+            rank = 1 + fcp.axis_index("a")
+            return fcp.psum(rank * (torch.sin(rank * one).sum() * torch.cos(two) + torch.exp(three).sum()), ("a", "b"))
+
+        return fn
+
+    found, sums = [], []
+    for mark in (collectives.pvary_each, lambda xs, axis: [fcp.pvary(x, axis) for x in xs]):
+        fn = loss_of(mark)
+        run = fcp.simulate(fcp.value_and_grad(fn), **sizes) if inside else fcp.value_and_grad(fcp.simulate(fn, **sizes))
+        plain = run(leaves)
+        with fcp.record() as events:
+            found.append(run(leaves))
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], found[-1][1], strict=True))
+        sums.append({e.shape for e in events if e.name == "psum" and e.backward and e.axis == ("a",)})
+    (value, grads), (expected, expected_grads) = found
+    assert torch.equal(value, expected)
+    assert all(torch.allclose(g, e, rtol=1e-12, atol=0) for g, e in zip(grads, expected_grads, strict=True))
+    assert sums == [{(6 + 1 + 2,)}, {(3, 2), (), (2,)}]
