@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fcp._process import on_processes
 from fcp.axes import Axis, differentiated_inside, varying
-from fcp.trace import Event, note, recording, tap
+from fcp.trace import Event, event_of, note, recording, tap
 
 __all__ = ["COPIES", "INVARIANT", "VARYING", "Rule", "over_ranks"]
 
@@ -100,8 +100,7 @@ def over_ranks(rule: Rule, xs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list
 def _event(rule: Rule, call: _Call, xs: Sequence[Tensor], ranks_in_front: int) -> Event:
     """What one rank hands in: its tensor, or several as one row of numbers."""
     shapes = [tuple(x.shape[ranks_in_front + extra :]) for x, extra in zip(xs, call.extras, strict=True)]
-    shape = shapes[0] if len(shapes) == 1 else (sum(math.prod(each) for each in shapes),)
-    return Event(rule.name, call.names, shape, xs[0].dtype, rule.backward)
+    return event_of(rule.name, call.names, shapes, xs[0].dtype, rule.backward)
 
 
 def _finish(xs: Sequence[Tensor], call: _Call) -> tuple[Tensor, ...]:

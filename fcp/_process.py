@@ -7,9 +7,10 @@ and processes. The others have a collective of their own: a sum, a scattered sum
 A reduction is always SUM. Several axes are one flattened group of the mesh, its ranks in the mesh's order; so a tuple
 of names must be in that order.
 
-Left out: overlap. Each call waits for its result.
+Left out: overlap, but for gathers that are asked for ahead of their use (`start_gather`). Each other call waits.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fcp._collective import Rule
 
-__all__ = ["group_of", "on_processes"]
+__all__ = ["group_of", "on_processes", "start_gather"]
 
 
 def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names: tuple[str, ...]) -> list[Tensor]:
@@ -44,6 +45,27 @@ def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names
             flat = torch.cat([x.reshape(-1) for x in xs])
             dist.all_reduce(flat, dist.ReduceOp.SUM, group_of(mesh, names))
             return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
+        case "all_gather":
+            group = group_of(mesh, names)
+            size = dist.get_world_size(group)
+            whole = [x.new_empty(size * x.numel()) for x in xs]
+            for waiting in [start_gather(x, flat, mesh, names) for x, flat in zip(xs, whole, strict=True)]:
+                waiting.wait()
+            stacked = [flat.view(size, *x.shape) for flat, x in zip(whole, xs, strict=True)]
+            return [rule.dense(x, size, rule) for x, rule in zip(stacked, rules, strict=True)]
+        case "psum_scatter":
+            group = group_of(mesh, names)
+            size = dist.get_world_size(group)
+            parts = [x.unflatten(r.dims[0], (size, -1)).movedim(r.dims[0], 0) for x, r in zip(xs, rules, strict=True)]
+            ends = list(itertools.accumulate((part[0].numel() for part in parts), initial=0))
+            rows = xs[0].new_empty(size, ends[-1])  # [to, ...]
+            for part, start, end in zip(parts, ends, ends[1:], strict=False):
+                rows[:, start:end].unflatten(1, part.shape[1:]).copy_(part)
+            mine = rows.new_empty(ends[-1])
+            dist.reduce_scatter_single(mine, rows.view(-1), dist.ReduceOp.SUM, group)
+            return [
+                mine[start:end].view(part.shape[1:]) for part, start, end in zip(parts, ends, ends[1:], strict=False)
+            ]
     raise RuntimeError(f"{name}: no rule for several tensors on processes")
 
 
@@ -92,6 +114,11 @@ def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
     for work in dist.batch_isend_irecv(waiting) if waiting else ():
         work.wait()
     return y
+
+
+def start_gather(x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Any:
+    """Issues the gather of every process's `x`, one after the other, into the flat `whole`; gives what to wait on."""
+    return dist.all_gather_single(whole, x.reshape(-1), group_of(mesh, names), async_op=True)
 
 
 def group_of(mesh: Any, names: tuple[str, ...]) -> Any:

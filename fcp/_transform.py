@@ -81,8 +81,6 @@ def transform(
     if mesh is not None:
         _validate_mesh(mesh, sizes)
     fn = model_fn if logits else _drop_logits(model_fn)
-    if remat:
-        fn = _remat_layers(fn)
     if tp > 1:
         fn = shard_params(fn, axis="tp")
     if fsdp > 1:
@@ -94,6 +92,8 @@ def transform(
     for axis in ("fsdp", "dp"):
         if sizes[axis] > 1:
             fn = shard_batch(fn, axis=axis, rows=rows)
+    if remat:
+        fn = _remat_layers(fn)  # outside of the gathers: what is computed again does not gather again
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
     return Transformed(fn, {name: size for name, size in sizes.items() if size > 1}, mesh, own)

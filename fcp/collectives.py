@@ -31,6 +31,8 @@ from fcp.axes import Axes, Axis, axis_index, axis_size, lookup
 
 __all__ = [
     "all_gather",
+    "all_gather_adjoint_each",
+    "all_gather_each",
     "all_to_all",
     "axis_index",
     "axis_size",
@@ -265,6 +267,18 @@ def own_slice(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tenso
 def pvary_each(xs: Sequence[Tensor], axis: Axes) -> list[Tensor]:
     """`pvary` of each tensor; the gradients of all are summed in one exchange."""
     return over_ranks(Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum), xs, lookup(axis, "pvary"))
+
+
+def all_gather_each(xs: Sequence[Tensor], axis: Axes) -> list[Tensor]:
+    """`all_gather` of each tensor along dim 0; their gradients are summed and scattered in one exchange."""
+    rule = Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (0,))
+    return over_ranks(rule, xs, lookup(axis, "all_gather"))
+
+
+def all_gather_adjoint_each(gs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list[Tensor]:
+    """The backward of `all_gather_each`, for whoever gathered by other means; `axes` as they were bound then."""
+    rule = Rule("psum_scatter", VARYING, VARYING, _dense_sum_scatter, _to_all_gather, (0,), backward=True)
+    return over_ranks(rule, gs, axes)
 
 
 def _one(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:

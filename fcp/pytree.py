@@ -46,9 +46,9 @@ def node(*static: str) -> Callable[[type[_Record]], type[_Record]]:
     return register
 
 
-def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], PyTreeSpec]:
     """The leaves of `tree` in the one order, and what `unflatten` needs to put them back."""
-    found, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    found, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
     return found, spec
 
 

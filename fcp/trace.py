@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Event", "note", "record", "recording", "tap"]
+__all__ = ["Event", "event_of", "note", "record", "recording", "tap"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class Event:
     def bytes(self) -> int:
         """The size of the tensor that one rank hands in, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def event_of(
+    name: str, axis: tuple[str, ...], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, backward: bool
+) -> Event:
+    """The event of one tensor, or of several that travel together, as one row of numbers."""
+    shape = shapes[0] if len(shapes) == 1 else (sum(math.prod(each) for each in shapes),)
+    return Event(name, axis, shape, dtype, backward)
 
 
 _trace: ContextVar[list[Event] | None] = ContextVar("fcp_trace", default=None)

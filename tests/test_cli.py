@@ -124,7 +124,7 @@ def test_a_difference_is_status_1(here, capsys):
         (("--cp", "3"), {"cp": 3}, ["ulysses(cp)", "shard_seq(cp)"]),
         (("--cp", "1"), {}, []),
         (("--remat",), {}, ["remat"]),
-        (("--tp", "2", "--remat"), {"tp": 2}, ["remat", "shard_params(tp)"]),
+        (("--tp", "2", "--remat"), {"tp": 2}, ["shard_params(tp)", "remat"]),
         (("--dp", "2", "--tp", "2"), {"dp": 2, "tp": 2}, ["shard_params(tp)", "shard_batch(dp)"]),
         (("--fsdp", "2"), {"fsdp": 2}, ["shard_params(fsdp)", "shard_batch(fsdp)"]),
     ],

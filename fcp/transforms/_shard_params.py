@@ -18,19 +18,23 @@ Both may be applied, in either order: the slice is cut first, then stored.
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch._C._functorch as _functorch
 from torch import Tensor
 
 from fcp import pytree
 from fcp._linear import linear
-from fcp.axes import Axes, axis_index, axis_size, names_of
-from fcp.collectives import all_gather, pmax, psum, pvary, unshard
+from fcp._regather import Window, by_kind, is_piece
+from fcp.axes import Axes, axis_index, axis_size, lookup, names_of
+from fcp.collectives import all_gather, all_gather_each, pmax, psum, pvary, unshard
 from fcp.loss import token_losses
 from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Piece, Placement, Shapes, Sharded, base_model
+from fcp.trace import event_of, recording, tap
 from fcp.typing import Inputs, ModelFn, Output, Params, Rule, Rules, Shared, Split
 
 __all__ = ["check_rules", "indivisible", "shard_params"]
@@ -220,16 +224,25 @@ def _by_gather(model_fn: ModelFn, names: tuple[str, ...]) -> Sharded:
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         called: list[bool] = []
+        pieces = [x for x in pytree.flatten(params, is_piece)[0] if isinstance(x, Piece)]
+        alike = any(piece.alike for piece in pieces)
+        on_processes = any(axis.mesh is not None for axis in lookup(names, "shard_params", consumes=False))
+        window = Window(pieces)
+        del pieces  # `layer` is part of what layers close over, and must hold no tensor
 
         def layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
             called.append(True)
-
-            def gathered(pieces: Params, *args: Any) -> Any:
-                return fn(pytree.map(_gather, pieces, is_leaf=_is_piece), *args)
-
-            return ops.layer(rematerialize(gathered), layer_params, *args)
+            whole = partial(ops.layer, fn)
+            if alike:
+                return rematerialize(partial(_on_gathered, whole))(layer_params, *args)
+            if not on_processes:
+                return _on_gathered(whole, layer_params, *args)
+            if _functorch.get_interpreter_stack():  # its graph of the gradient would read what is freed
+                return rematerialize(partial(_on_gathered, whole))(layer_params, *args)
+            return window.run(whole, layer_params, *args)
 
         out = inner(params, inputs, replace(ops, layer=layer))
+        window.settle()
         if not called:
             raise ValueError(
                 f"shard_params: the model never called ops.layer, so nothing gathered the parameters stored over "
@@ -240,13 +253,30 @@ def _by_gather(model_fn: ModelFn, names: tuple[str, ...]) -> Sharded:
     return Sharded(model_fn, f"shard_params({' x '.join(names)})", run, place)
 
 
-def _is_piece(x: Any) -> bool:
-    return isinstance(x, Piece)
+def _on_gathered(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
+    """fn(the gathered parameters, *args). Where it is differentiated, the trace has the gathers of the backward too."""
+    found, spec = pytree.flatten(layer_params, is_piece)
+    at = [index for index, x in enumerate(found) if isinstance(x, Piece) and not x.alike]
+    pieces = [found[index] for index in at]
+    events = []
+    for kind in by_kind(pieces):
+        values = [pieces[i].value for i in kind]
+        axes = pieces[kind[0]].axes
+        for i, whole in zip(kind, all_gather_each(values, axes), strict=True):
+            found[at[i]] = whole[: pieces[i].size]
+        events.append(event_of("all_gather", axes, [tuple(x.shape) for x in values], values[0].dtype, backward=True))
+    out = fn(pytree.unflatten(spec, [_gather(x) if isinstance(x, Piece) else x for x in found]), *args)
+    if not recording():
+        return out
+    leaves, out_spec = pytree.flatten(out)
+    moving = [index for index, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+    for event in reversed(events):
+        for index, x in zip(moving, tap([leaves[i] for i in moving], event), strict=True):
+            leaves[index] = x
+    return pytree.unflatten(out_spec, leaves)
 
 
-def _gather(x: Any) -> Any:
-    if not isinstance(x, Piece):
-        return x
+def _gather(x: Piece) -> Tensor:
     whole = x.value
     for axes in (x.axes,) if not x.alike else reversed(x.axes):  # the last name is the fastest: join it first
         whole = (unshard if axes in x.alike else all_gather)(whole, axes, dim=0)

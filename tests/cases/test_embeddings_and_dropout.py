@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fcp
 from fcp import Replicated, Split, pytree
+from fcp._regather import is_piece
 from fcp.transforms import _shard_params
 from models import llama
 from tests.cases.toy_attention import toy as attention_toy
@@ -244,8 +245,13 @@ def test_leaves_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     params, batch = awkward_params(), batch_of(tokens(4, 7, vocab=11))
     del params["layers"][1]["steps"]
     sharded = fcp.transform(awkward, fsdp=2)
-    gather = _shard_params._gather
-    monkeypatch.setattr(_shard_params, "_gather", lambda x: gather(replace(x, size=12) if _is_table(x) else x))
+    gathered = _shard_params._on_gathered
+
+    def uncut(fn: Any, params: Any, *args: Any) -> Any:
+        padded = pytree.map(lambda x: replace(x, size=12) if _is_table(x) else x, params, is_leaf=is_piece)
+        return gathered(fn, padded, *args)
+
+    monkeypatch.setattr(_shard_params, "_on_gathered", uncut)
     assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), match="loss")
     monkeypatch.undo()
     right = fcp.sharded.pvary_each

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fcp
-from fcp import pytree
+from fcp import _regather, pytree
 from models import llama
 from tests.grid import batch, model_of, reference
 from tests.toys import batch_of, gradient, tokens, worst_error
@@ -87,6 +87,55 @@ def on_shards() -> Iterator[Result]:
             ranks = math.prod(sizes[axis] for axis in SPLIT & set(sizes))
             few = kept <= (1.0 if ranks == 1 else 1.15 / ranks)  # padding, and what tp keeps whole
             yield f"{name} {sizes}: {kept:.2f}", error, few and joined(sharded, shards, params)
+
+
+def regathers() -> Iterator[Result]:
+    """Stored parameters that two layers share, that a layer returns, or that none uses; and when they are in memory."""
+
+    def fn(params: Any, inputs: Any, ops: Any = fcp.LOCAL) -> fcp.Output:
+        x = ops.layer(lambda p, ids: ops.embed(ids, p), params["a"], inputs.tokens)
+        left = ops.layer(lambda p, x: torch.sin(x @ p), params["b"], x)
+        right = ops.layer(lambda p, x: torch.cos(x @ p.mT) * p.sum(), params["b"], x)
+        bias = ops.layer(lambda p: p["d"], {"d": params["d"]})  # the result is the parameter
+        total, logits = ops.layer(lambda p, h, t: ops.loss(h, p, t), params["a"], left * right + bias, inputs.targets)
+        return fcp.Output(total / inputs.num_targets, logits)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (11, 5), "b": (5, 5), "c": (3,), "d": (5,)}
+    params = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    model = fcp.Model(None, fn, lambda seed=0: params, {})
+    inputs = batch_of(tokens(4, 7, vocab=11))
+    seen: list[Any] = []
+    leaf = _regather.Window._leaf
+    _regather.Window._leaf = lambda *args: seen.append(leaf(*args)) or seen[-1]  # type: ignore[method-assign]
+
+    def held() -> int:
+        return sum(each.flat.untyped_storage().nbytes() for each in seen)
+
+    sizes = {"fsdp": dist.get_world_size()}
+    sharded = fcp.transform(model, mesh=init_device_mesh("cpu", (sizes["fsdp"],), mesh_dim_names=("fsdp",)), **sizes)
+    shards = pytree.map(lambda x: x.requires_grad_(), sharded.shard(params))
+    for what, call in {"shards": sharded.on_shards, "whole": lambda _, batch: sharded(params, batch)}.items():
+        out = call(shards, inputs)
+        yield f"{what}, forward", fcp.relative_error(model(params, inputs).loss, out.loss), bool(seen) and held() == 0
+    seen.clear()
+    out = sharded.on_shards(shards, inputs)
+    values = [shards[name] for name in "abd"]
+    try:
+        torch.autograd.grad(out.loss, values, create_graph=True)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    yield "a second derivative", 0.0, "take it with torch.func.grad" in said
+    seen.clear()
+    out = sharded.on_shards(shards, inputs)
+    grads = dict(zip("abd", torch.autograd.grad(out.loss, values, retain_graph=True), strict=True))
+    again = dict(zip("abd", torch.autograd.grad(out.loss, values), strict=True))
+    expected = gradient(model, params, inputs)
+    rest = {"c": torch.zeros_like(shards["c"])}
+    error = max(worst_error(expected, sharded.unshard({**each, **rest})) for each in (grads, again))
+    yield "backward, twice", error, held() == 0
+    _regather.Window._leaf = leaf  # type: ignore[method-assign]
 
 
 def joined(sharded: fcp.Transformed, shards: Any, params: Any) -> bool:

@@ -71,6 +71,13 @@ def test_shards(processes: int, what: str, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+def test_gathered_parameters_are_freed(tmp_path: Path) -> None:
+    """Gathered layers that stay in memory until backward; a buffer that one layer frees and another still reads."""
+    lines = work(2, "regathers", 0, tmp_path)
+    assert len(lines) == 4
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
 @pytest.mark.parametrize(("processes", "count"), [(2, 4), (4, 5)])
 def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
     """A mean of the readers' means; a reader's short rows that scale its rope otherwise; a cp group fed two texts."""

@@ -140,6 +140,17 @@ def disagreements() -> Iterator[Result]:
     yield "the same again", fcp.relative_error(model(params, inputs).loss, out.loss), True
 
 
+KINDS: dict[str, Callable[[], Iterator[Result]]] = {
+    "collectives": collectives,
+    "mutant": collectives,
+    "disagreements": disagreements,
+    "shards": shards.on_shards,
+    "checkpoints": shards.checkpoints,
+    "regathers": shards.regathers,
+    "rows": shards.own_rows,
+}
+
+
 def main() -> None:
     what, count, results = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -153,11 +164,7 @@ def main() -> None:
         _collective.on_processes = lambda rules, xs, *more: (
             [x.clone() for x in xs] if rules[0].name == "psum" else right(rules, xs, *more)
         )
-    if what == "grid":
-        found = grid(fitting if count < 0 else fitting[:count])
-    else:
-        kinds = {"disagreements": disagreements, "shards": shards.on_shards, "checkpoints": shards.checkpoints}
-        found = {"mutant": collectives, "collectives": collectives, "rows": shards.own_rows, **kinds}[what]()
+    found = grid(fitting if count < 0 else fitting[:count]) if what == "grid" else KINDS[what]()
     lines = []
     for name, error, same in found:
         everyone: list[Any] = [None] * world
