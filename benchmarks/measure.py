@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["peak_mb", "print_rows", "ratios"]
+__all__ = ["GIVE_BLOCKS_BACK", "forget_peak", "peak_mb", "print_rows", "ratios", "report_peak", "status_kb"]
+
+GIVE_BLOCKS_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def ratios(
@@ -39,7 +41,7 @@ def _seconds(fn: Callable[[], object]) -> float:
 
 def peak_mb(script: str, *args: str, runs: int = 3) -> float:
     """The median peak of `python script --peak args...`, each in a fresh process; the script calls `report_peak`."""
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PYTHONPATH": str(_ROOT)}
+    env = {**os.environ, **GIVE_BLOCKS_BACK, "PYTHONPATH": str(_ROOT)}
     command = [sys.executable, script, "--peak", *args]
     return statistics.median(
         float(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -53,13 +55,19 @@ _ROOT = Path(__file__).resolve().parent.parent
 def report_peak(step: Callable[[], object]) -> None:
     """Runs `step` once to warm up and once more, and prints by how many MB resident memory rose at its highest."""
     step()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = status_kb("VmRSS")
+    forget_peak()
     step()
-    print((_status("VmHWM") - before) / 1024)
+    print((status_kb("VmHWM") - before) / 1024)
 
 
-def _status(key: str) -> int:
+def forget_peak() -> None:
+    """Begins the high-water mark of resident memory (VmHWM) anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_kb(key: str) -> int:
+    """A line of /proc/self/status, as VmRSS or VmHWM, in kB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
     return int(line.split()[1])
 

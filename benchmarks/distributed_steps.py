@@ -1,0 +1,197 @@
+"""The candidates of `distributed.py`: the same training step by fcp, by transformers alone, and by other libraries.
+
+All compute the loss of one batch and the gradient of every parameter, from the same checkpoint, summed over the ranks
+as the library would leave them before an optimizer step. A step is written as that library's users write it: for the
+peers that is transformers' Llama with the library's attention or sharding plan, and plain `backward`. A Ulysses library
+leaves the sum of the parameter gradients to its user; here that is one all-reduce of all of them together.
+
+`make(name)` gives the maker of a step, or None where the library is not installed; none is imported otherwise.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, LlamaForCausalLM
+
+import fcp
+from fcp import pytree
+from models import llama
+
+__all__ = ["NAMES", "find"]
+
+Step = Callable[[], tuple[Tensor, Iterable[Tensor]]]
+"""() -> (this rank's part of the loss, the gradients that this rank holds)."""
+Make = Callable[[str, int, int], Step]
+"""(the checkpoint's folder, rows of the batch, tokens a row) -> the step."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q, k, v [batch, seq_local, heads, dim] -> [batch, seq_local, heads, dim]."""
+
+
+def _tokens(rows: int, seq: int) -> Tensor:
+    return torch.randint(0, 2048, (rows, seq), generator=torch.Generator().manual_seed(0))
+
+
+def _backward(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), [x.grad for x in model.parameters()]
+
+
+def _llama(folder: str, **how: Any) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, use_cache=False, **how).train()
+
+
+def unsharded() -> Make:
+    def make(folder: str, rows: int, seq: int) -> Step:
+        model, ids = _llama(folder, attn_implementation="sdpa"), _tokens(rows, seq)
+        return lambda: _backward(model, input_ids=ids, labels=ids)
+
+    return make
+
+
+# --- fcp --------------------------------------------------------------------------------------------------------------
+
+
+def with_fcp(axis: str) -> Make:
+    def make(folder: str, rows: int, seq: int) -> Step:
+        model, params = llama.load(folder)
+        ids, size = _tokens(rows, seq), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
+        axes: dict[str, Any] = {axis: size}
+        sharded = fcp.transform(model, mesh=mesh, logits=False, **axes)
+        grad = fcp.value_and_grad(lambda p, b: sharded(p, b).loss)
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            loss, grads = grad(params, {"input_ids": ids, "labels": ids})
+            return loss / size, pytree.leaves(grads)
+
+        return step
+
+    return make
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def deepspeed() -> Make:
+    import deepspeed.comm
+    from deepspeed.sequence.layer import DistributedAttention
+
+    def attend() -> Attend:
+        deepspeed.comm.init_distributed("gloo", verbose=False)
+        attention = DistributedAttention(_causal, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        return lambda q, k, v: attention(q, k, v, 0)
+
+    return _ulysses(attend)
+
+
+def yunchang() -> Make:
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
+
+    def attend() -> Attend:
+        attention = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_MATH)
+        attention.attn_fn = lambda q, k, v, **_: _causal(q, k, v)  # its own kernels are CUDA's
+        return lambda q, k, v: attention(q, k, v, causal=True)
+
+    return _ulysses(attend)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The kernel that transformers' sdpa runs, on [batch, seq, heads, dim]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _ulysses(attend: Callable[[], Attend]) -> Make:
+    def make(folder: str, rows: int, seq: int) -> Step:
+        attention = attend()
+
+        def forward(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+            return attention(*(x.transpose(1, 2) for x in (q, k, v))).contiguous(), None
+
+        AttentionInterface.register("ulysses", forward)
+        model, ids = _llama(folder, attn_implementation="ulysses"), _tokens(rows, seq)
+        targets = torch.cat([ids[:, 1:], ids.new_full((rows, 1), -100)], 1)
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def mine(x: Tensor) -> Tensor:
+            return x.chunk(size, 1)[rank].contiguous()
+
+        local = {
+            "input_ids": mine(ids),
+            "position_ids": mine(torch.arange(seq)[None]),
+            "labels": mine(ids),
+            "shift_labels": mine(targets),
+            "num_items_in_batch": rows * (seq - 1),
+        }
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            loss, gradients = _backward(model, **local)
+            flat = torch.cat([x.flatten() for x in gradients])
+            dist.all_reduce(flat)
+            parts = flat.split([x.numel() for x in gradients])
+            return loss, [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
+
+        return step
+
+    return make
+
+
+def transformers_tp() -> Make:
+    from transformers.distributed import DistributedConfig
+
+    def make(folder: str, rows: int, seq: int) -> Step:
+        size = dist.get_world_size()
+        model = _llama(folder, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto"))
+        ids = _tokens(rows, seq)
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            loss, gradients = _backward(model, input_ids=ids, labels=ids)
+            return loss / size, gradients
+
+        return step
+
+    return make
+
+
+def transformers_fsdp() -> Make:
+    from transformers.distributed import DistributedConfig
+
+    def make(folder: str, rows: int, seq: int) -> Step:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        model = _llama(folder, distributed_config=DistributedConfig(fsdp_size=size))
+        ids = _tokens(rows, seq).chunk(size)[rank]
+
+        def step() -> tuple[Tensor, list[Tensor]]:
+            loss, gradients = _backward(model, input_ids=ids, labels=ids)  # gradients: the ranks' mean
+            return loss / size, gradients
+
+        return step
+
+    return make
+
+
+NAMES: dict[str, tuple[str, Callable[[], Make]]] = {
+    "unsharded": ("transformers", unsharded),
+    "fcp cp 2": ("fcp", lambda: with_fcp("cp")),
+    "fcp tp 2": ("fcp", lambda: with_fcp("tp")),
+    "fcp fsdp 2": ("fcp", lambda: with_fcp("fsdp")),
+    "DeepSpeed Ulysses": ("deepspeed", deepspeed),
+    "yunchang Ulysses": ("yunchang", yunchang),
+    "transformers tp": ("accelerate", transformers_tp),
+    "transformers fsdp": ("accelerate", transformers_fsdp),
+}
+"""Name to (the package that must be there; what gives the maker). transformers shards with accelerate alone."""
+
+
+def find(name: str) -> Make | None:
+    package, maker = NAMES[name]
+    return maker() if importlib.util.find_spec(package) else None
