@@ -35,7 +35,10 @@ INVARIANT, VARYING, COPIES = "invariant", "varying", "copies"
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table. `dense` maps the tensors of all ranks; a varying side has the rank dim in front."""
+    """A row of the table. `dense` maps the tensors of all ranks; a varying side has the rank dim in front.
+
+    `sum_dtype` is the dtype in which a sum, or the sum that is the adjoint, is taken and travels: None, the tensor's.
+    """
 
     name: str
     takes: str
@@ -45,6 +48,11 @@ class Rule:
     dims: tuple[int, ...] = ()
     perm: tuple[tuple[int, int], ...] = ()
     backward: bool = False
+    sum_dtype: torch.dtype | None = None
+
+    def travels_in(self, x: Tensor) -> torch.dtype:
+        """The dtype of what ranks exchange."""
+        return self.sum_dtype if self.sum_dtype is not None and self.name in ("psum", "psum_scatter") else x.dtype
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def over_ranks(rule: Rule, xs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list
 def _event(rule: Rule, call: _Call, xs: Sequence[Tensor], ranks_in_front: int) -> Event:
     """What one rank hands in: its tensor, or several as one row of numbers."""
     shapes = [tuple(x.shape[ranks_in_front + extra :]) for x, extra in zip(xs, call.extras, strict=True)]
-    return event_of(rule.name, call.names, shapes, xs[0].dtype, rule.backward)
+    return event_of(rule.name, call.names, shapes, rule.travels_in(xs[0]), rule.backward)
 
 
 def _finish(xs: Sequence[Tensor], call: _Call) -> tuple[Tensor, ...]:

@@ -42,9 +42,10 @@ def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names
         case "pvary":
             return [x.view_as(x) for x in xs]
         case "psum":
-            flat = torch.cat([x.reshape(-1) for x in xs])
+            flat = torch.cat([x.reshape(-1).to(rules[0].travels_in(x)) for x in xs])
             dist.all_reduce(flat, dist.ReduceOp.SUM, group_of(mesh, names))
-            return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
+            summed = flat.to(xs[0].dtype).split([x.numel() for x in xs])
+            return [part.view(x.shape) for part, x in zip(summed, xs, strict=True)]
         case "all_gather":
             group = group_of(mesh, names)
             size = dist.get_world_size(group)
@@ -58,11 +59,12 @@ def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names
             size = dist.get_world_size(group)
             parts = [x.unflatten(r.dims[0], (size, -1)).movedim(r.dims[0], 0) for x, r in zip(xs, rules, strict=True)]
             ends = list(itertools.accumulate((part[0].numel() for part in parts), initial=0))
-            rows = xs[0].new_empty(size, ends[-1])  # [to, ...]
+            rows = xs[0].new_empty(size, ends[-1], dtype=rules[0].travels_in(xs[0]))  # [to, ...]
             for part, start, end in zip(parts, ends, ends[1:], strict=False):
                 rows[:, start:end].unflatten(1, part.shape[1:]).copy_(part)
             mine = rows.new_empty(ends[-1])
             dist.reduce_scatter_single(mine, rows.view(-1), dist.ReduceOp.SUM, group)
+            mine = mine.to(xs[0].dtype)
             return [
                 mine[start:end].view(part.shape[1:]) for part, start, end in zip(parts, ends, ends[1:], strict=False)
             ]
@@ -78,19 +80,19 @@ def _one(rule: "Rule", x: Tensor, group: Any) -> Tensor:
             (dim,) = rule.dims
             return x.unflatten(dim, (size, -1)).select(dim, rank).contiguous()
         case "psum" | "pmax":
-            y = x.clone(memory_format=torch.contiguous_format)
+            y = x.to(rule.travels_in(x), copy=True, memory_format=torch.contiguous_format)
             dist.all_reduce(y, dist.ReduceOp.SUM if rule.name == "psum" else dist.ReduceOp.MAX, group)
-            return y
+            return y.to(x.dtype)
         case "unshard" | "all_gather":
             gathered = x.new_empty(size * x.numel())  # flat: what a backend makes of more dims is its own
             dist.all_gather_single(gathered, x.reshape(-1), group)
             return rule.dense(gathered.view(size, *x.shape), size, rule)
         case "psum_scatter":
             (dim,) = rule.dims
-            parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+            parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).to(rule.travels_in(x)).contiguous()
             y = torch.empty_like(parts[0])
             dist.reduce_scatter_single(y.view(-1), parts.view(-1), dist.ReduceOp.SUM, group)
-            return y
+            return y.to(x.dtype)
         case "all_to_all":
             split, concat = rule.dims
             parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()

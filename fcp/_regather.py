@@ -38,10 +38,10 @@ def is_piece(x: Any) -> bool:
 
 
 def by_kind(pieces: Sequence[Piece]) -> list[list[int]]:
-    """The indices of the pieces that can travel together: of one dtype, over the same axes."""
+    """The indices of the pieces that can travel together: of one dtype, over the same axes, summed alike."""
     kinds: dict[Any, list[int]] = {}
     for index, piece in enumerate(pieces):
-        kinds.setdefault((piece.axes, piece.value.dtype), []).append(index)
+        kinds.setdefault((piece.axes, piece.value.dtype, piece.sum_dtype), []).append(index)
     return list(kinds.values())
 
 
@@ -185,7 +185,8 @@ class _Hold(torch.autograd.Function):
         for kind in by_kind([leaf.piece for leaf in layer.leaves]):
             leaves = [layer.leaves[i] for i in kind]
             padded = [pad_to(gs[i], leaf.rows, 0) for i, leaf in zip(kind, leaves, strict=True)]
-            for index, g in zip(kind, all_gather_adjoint_each(padded, leaves[0].axes), strict=True):
+            summed = all_gather_adjoint_each(padded, leaves[0].axes, sum_dtype=leaves[0].piece.sum_dtype)
+            for index, g in zip(kind, summed, strict=True):
                 grads[index] = g
         return None, *grads
 

@@ -21,7 +21,7 @@ from fcp import pytree
 from fcp._dtensor import from_dtensor, to_dtensor
 from fcp._layout import Part, part_of, put, take
 from fcp._process import group_of
-from fcp.sharded import Piece, Placement, Shapes
+from fcp.sharded import Placement, Shapes, piece_of
 
 __all__ = ["cut", "from_dtensors", "join", "lay", "to_dtensors"]
 
@@ -46,10 +46,7 @@ def lay(shards: Any, placements: Placements, shapes: Shapes, mesh: Any) -> Any:
 
     def leaf(path: str, x: Tensor) -> Any:
         placement = placements[path]
-        if not placement.stored:
-            return x
-        alike = tuple(name for name in placement.stored if name not in placement.varies)
-        return Piece(x, placement.stored, parts[path].whole[0], alike)
+        return piece_of(x, parts[path].whole[0], placement) if placement.stored else x
 
     return pytree.map_with_path(leaf, shards)
 

@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
+import torch
+
 from fcp._transformed import Transformed
 from fcp.kernels import registered
 from fcp.ops import Ops
 from fcp.remat import rematerialize
-from fcp.sharded import Sharded, base_model
+from fcp.sharded import Placement, Shapes, Sharded, base_model
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import indivisible, shard_params
 from fcp.transforms._shard_seq import shard_seq
@@ -39,6 +41,7 @@ def transform(
     logits: bool = True,
     kernel: str = "auto",
     rows: Literal["all", "own"] = "all",
+    reduce_dtype: torch.dtype | None = None,
     mesh: Any = None,
 ) -> Transformed:
     """Spreads a model function over ranks; loss, logits and every gradient stay those of the function.
@@ -55,6 +58,8 @@ def transform(
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
         rows: "own", on processes: each rank of dp and fsdp is handed its own rows alone (any number), and the ranks
             of a cp or tp group the same ones; the logits are those of the own rows. The loss is that of all.
+        reduce_dtype: the dtype in which the ranks' parameter gradients are summed and travel (float32 for bfloat16
+            parameters, say); a gradient comes back in its parameter's dtype. None: the parameter's.
         mesh: a torch DeviceMesh whose dimensions are named as the axes, in any order, and have their sizes: the ranks
             are its processes. Every process passes the same parameters and batch, and gets the whole loss, logits and
             gradients. None: the ranks are simulated in this process.
@@ -78,6 +83,8 @@ def transform(
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     _validate(model_fn, sizes, kernel)
     own = _validate_rows(rows, sizes, mesh)
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
     if mesh is not None:
         _validate_mesh(mesh, sizes)
     fn = model_fn if logits else _drop_logits(model_fn)
@@ -92,6 +99,8 @@ def transform(
     for axis in ("fsdp", "dp"):
         if sizes[axis] > 1:
             fn = shard_batch(fn, axis=axis, rows=rows)
+    if reduce_dtype is not None:
+        fn = _sum_in(fn, reduce_dtype)
     if remat:
         fn = _remat_layers(fn)  # outside of the gathers: what is computed again does not gather again
     if kernel != "auto":
@@ -161,6 +170,16 @@ def _drop_logits(model_fn: ModelFn) -> Sharded:
         return inner(params, inputs, replace(ops, loss=partial(ops.loss, logits=False)))
 
     return Sharded(model_fn, "drop_logits", run)
+
+
+def _sum_in(model_fn: ModelFn, dtype: torch.dtype) -> Sharded:
+    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        return inner(params, inputs, ops)
+
+    def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
+        return {path: replace(p, sum_dtype=dtype) for path, p in placements.items()}
+
+    return Sharded(model_fn, f"sum_in({str(dtype).removeprefix('torch.')})", run, place)
 
 
 def _use_kernel(model_fn: ModelFn, kernel: str) -> Sharded:

@@ -264,20 +264,24 @@ def own_slice(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int) -> Shaped[Tenso
 # The same rows, for tensors of one dtype: as many messages as one takes. A trace lists them as one row of numbers.
 
 
-def pvary_each(xs: Sequence[Tensor], axis: Axes) -> list[Tensor]:
-    """`pvary` of each tensor; the gradients of all are summed in one exchange."""
-    return over_ranks(Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum), xs, lookup(axis, "pvary"))
+def pvary_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | None = None) -> list[Tensor]:
+    """`pvary` of each tensor; the gradients of all are summed in one exchange, in `sum_dtype` or their own."""
+    rule = Rule("pvary", INVARIANT, COPIES, _dense_same, _to_psum, sum_dtype=sum_dtype)
+    return over_ranks(rule, xs, lookup(axis, "pvary"))
 
 
-def all_gather_each(xs: Sequence[Tensor], axis: Axes) -> list[Tensor]:
-    """`all_gather` of each tensor along dim 0; their gradients are summed and scattered in one exchange."""
-    rule = Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (0,))
+def all_gather_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | None = None) -> list[Tensor]:
+    """`all_gather` of each tensor along dim 0; their gradients are summed (in `sum_dtype`) and scattered together."""
+    rule = Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (0,), sum_dtype=sum_dtype)
     return over_ranks(rule, xs, lookup(axis, "all_gather"))
 
 
-def all_gather_adjoint_each(gs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list[Tensor]:
+def all_gather_adjoint_each(
+    gs: Sequence[Tensor], axes: tuple[Axis, ...], *, sum_dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The backward of `all_gather_each`, for whoever gathered by other means; `axes` as they were bound then."""
-    rule = Rule("psum_scatter", VARYING, VARYING, _dense_sum_scatter, _to_all_gather, (0,), backward=True)
+    scatter = _dense_sum_scatter
+    rule = Rule("psum_scatter", VARYING, VARYING, scatter, _to_all_gather, (0,), backward=True, sum_dtype=sum_dtype)
     return over_ranks(rule, gs, axes)
 
 
@@ -304,11 +308,11 @@ def _dense_same(x: Tensor, size: int, rule: Rule) -> Tensor:
 
 
 def _dense_sum(x: Tensor, size: int, rule: Rule) -> Tensor:
-    return x.sum(0)
+    return x.sum(0, dtype=rule.travels_in(x)).to(x.dtype)
 
 
 def _dense_sum_scatter(x: Tensor, size: int, rule: Rule) -> Tensor:
-    return _dense_shard(x.sum(0), size, rule)
+    return _dense_shard(_dense_sum(x, size, rule), size, rule)
 
 
 def _dense_exchange(x: Tensor, size: int, rule: Rule) -> Tensor:

@@ -38,6 +38,7 @@ __all__ = [
     "mark_varying",
     "pad_to",
     "pad_to_multiple",
+    "piece_of",
 ]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,26 +55,29 @@ class Placement:
         slices: (axis, Split) cut from the leaf, in order; the ranks compute with their slice.
         stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use.
         varies: the axes over whose ranks the leaf's uses differ.
+        sum_dtype: the dtype in which the ranks' gradients are summed; None for the leaf's own.
     """
 
     slices: tuple[tuple[str, Split], ...] = ()
     stored: tuple[str, ...] = ()
     varies: frozenset[str] = frozenset()
+    sum_dtype: torch.dtype | None = None
 
 
-@pytree.node("axes", "size", "alike")
+@pytree.node("axes", "size", "alike", "sum_dtype")
 @dataclass(frozen=True)
 class Piece:
     """This rank's piece of a leaf stored over `axes`: `value` [ceil(size / ranks), ...] of a leaf [size, ...].
 
     `alike` are those of the axes whose ranks all use the leaf in the same way (nothing split their work), so that
-    the ranks' gradients are copies of one and must not be summed.
+    the ranks' gradients are copies of one and must not be summed. `sum_dtype` as in `Placement`.
     """
 
     value: Tensor
     axes: tuple[str, ...]
     size: int
     alike: tuple[str, ...] = ()
+    sum_dtype: torch.dtype | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,21 +173,23 @@ def mark_varying(local: Params, placements: Mapping[str, Placement]) -> Params:
     all of its gradients are there (Li et al. 2020, section 3.2.3).
     """
     values, spec = pytree.flatten(local)
-    buckets: list[tuple[tuple[str, ...], list[int]]] = []
+    buckets: list[tuple[tuple[str, ...], torch.dtype | None, list[int]]] = []
     filling: dict[Any, tuple[int, list[int]]] = {}
     for index, (x, placement) in enumerate(zip(values, placements.values(), strict=True)):
         axes = _unaccounted(placement)
         if not axes:
             continue
         size = x.numel() * x.element_size()
-        filled, bucket = filling.get((axes, x.dtype), (BUCKET, []))
+        kind = (axes, x.dtype, placement.sum_dtype)
+        filled, bucket = filling.get(kind, (BUCKET, []))
         if filled + size > BUCKET:
             filled, bucket = 0, []
-            buckets.append((axes, bucket))
+            buckets.append((axes, placement.sum_dtype, bucket))
         bucket.append(index)
-        filling[axes, x.dtype] = (filled + size, bucket)
-    for axes, bucket in buckets:
-        for index, x in zip(bucket, pvary_each([values[i] for i in bucket], axes), strict=True):
+        filling[kind] = (filled + size, bucket)
+    for axes, sum_dtype, bucket in buckets:
+        marked = pvary_each([values[i] for i in bucket], axes, sum_dtype=sum_dtype)
+        for index, x in zip(bucket, marked, strict=True):
             values[index] = x
     return pytree.unflatten(spec, values)
 
@@ -219,7 +225,13 @@ def _slice(x: Tensor, axis: str, split: Split) -> Tensor:
 def _store(x: Tensor, placement: Placement) -> Piece:
     axes = placement.stored
     value = shard(pad_to_multiple(x, axis_size(axes), 0), axes, dim=0)
-    return Piece(value, axes, x.shape[0], tuple(name for name in axes if name not in placement.varies))
+    return piece_of(value, x.shape[0], placement)
+
+
+def piece_of(value: Tensor, size: int, placement: Placement) -> Piece:
+    """The Piece of a leaf [size, ...] whose part on this rank is `value`."""
+    alike = tuple(name for name in placement.stored if name not in placement.varies)
+    return Piece(value, placement.stored, size, alike, placement.sum_dtype)
 
 
 def pad_to_multiple(x: Tensor, size: int, dim: int, value: float | int | bool = 0) -> Tensor:

@@ -134,6 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "rows='own' and no dp or fsdp",
     ),
     "rows of another kind": (lambda: UNCHECKED(MODEL, dp=2, rows="mine"), "rows='mine'; it is 'all' or 'own'"),
+    "sums of integers": (lambda: fcp.transform(MODEL, dp=2, reduce_dtype=torch.int64), "summed in a floating dtype"),
     "shard_batch, rows of another kind": (
         lambda: inspect.unwrap(fcp.shard_batch)(MODEL, axis="dp", rows="mine"),
         "rows='mine'; it is",

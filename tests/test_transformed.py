@@ -43,3 +43,17 @@ def test_a_model_knows_its_shapes() -> None:
     assert model.shapes() == pytree.shapes(params)
     huge = llama.model(llama.Config(hidden_size=16384, num_hidden_layers=200, num_attention_heads=128, head_dim=128))
     assert sum(torch.Size(shape).numel() for shape in huge.shapes().values()) > 1e11
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 8}, {"fsdp": 8}, {"cp": 8}], ids=str)
+def test_gradients_are_summed_in_the_dtype_asked_for(sizes: dict[str, int]) -> None:
+    """An option that does not reach the sum; a gradient that comes back in another dtype than its parameter's."""
+    model, params = toy()
+    params = pytree.map(lambda x: x.bfloat16(), params)
+    batch = batch_of(tokens(8, 16))
+    wide = fcp.transform(model, reduce_dtype=torch.float32, **sizes)
+    with fcp.record() as events:
+        _, grads = fcp.value_and_grad(wide)(params, batch)
+    assert {x.dtype for x in pytree.leaves(grads)} == {torch.bfloat16}
+    sums = {event.dtype for event in events if event.backward and event.name in ("psum", "psum_scatter")}
+    assert sums == {torch.float32}

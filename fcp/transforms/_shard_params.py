@@ -261,8 +261,8 @@ def _on_gathered(fn: Callable[..., Any], layer_params: Params, *args: Any) -> An
     events = []
     for kind in by_kind(pieces):
         values = [pieces[i].value for i in kind]
-        axes = pieces[kind[0]].axes
-        for i, whole in zip(kind, all_gather_each(values, axes), strict=True):
+        axes, sum_dtype = pieces[kind[0]].axes, pieces[kind[0]].sum_dtype
+        for i, whole in zip(kind, all_gather_each(values, axes, sum_dtype=sum_dtype), strict=True):
             found[at[i]] = whole[: pieces[i].size]
         events.append(event_of("all_gather", axes, [tuple(x.shape) for x in values], values[0].dtype, backward=True))
     out = fn(pytree.unflatten(spec, [_gather(x) if isinstance(x, Piece) else x for x in found]), *args)

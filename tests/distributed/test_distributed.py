@@ -71,6 +71,13 @@ def test_shards(processes: int, what: str, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+def test_sums_in_a_wider_dtype(tmp_path: Path) -> None:
+    """Gradients that are rounded at every rank they pass."""
+    lines = work(4, "sums", 0, tmp_path)
+    assert len(lines) == 4
+    assert not [line for line in lines if not line["same"]]
+
+
 def test_gathered_parameters_are_freed(tmp_path: Path) -> None:
     """Gathered layers that stay in memory until backward; a buffer that one layer frees and another still reads."""
     lines = work(2, "regathers", 0, tmp_path)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fcp
 from fcp import _collective, pytree
+from fcp import collectives as collectives_of
 from tests.distributed import shards
 from tests.grid import Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
@@ -108,6 +109,30 @@ def collectives() -> Iterator[Result]:
             yield f"{name} over {axis}", error, ran == wanted
 
 
+def sums() -> Iterator[Result]:
+    """256 + 1 + 1 + 2 is no sum that bfloat16 can add up one by one; in float32 it is 260, which bfloat16 has."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    weight = torch.tensor([256.0, 1.0, 1.0, 2.0], dtype=torch.bfloat16)
+
+    def marked(xs: list[torch.Tensor]) -> torch.Tensor:
+        xs = collectives_of.pvary_each(xs, "a", sum_dtype=torch.float32)
+        return fcp.psum(sum(x.sum() for x in xs) * weight[int(fcp.axis_index("a"))], "a")
+
+    def gathered(xs: list[torch.Tensor]) -> torch.Tensor:
+        xs = collectives_of.all_gather_each([fcp.shard(x, "a", dim=0) for x in xs], "a", sum_dtype=torch.float32)
+        return fcp.psum(sum(x.sum() for x in xs) * weight[int(fcp.axis_index("a"))], "a")
+
+    for fn in (marked, gathered):
+        for count in (1, 2):
+            xs = [torch.ones(4, 3 + i, dtype=torch.bfloat16) for i in range(count)]
+            _, grads = fcp.value_and_grad(fcp.distribute(fn, mesh))(xs)
+            yield (
+                f"{fn.__name__} {count}",
+                0.0,
+                all(g.dtype == x.dtype and (g == 260).all() for g, x in zip(grads, xs, strict=True)),
+            )
+
+
 def disagreements() -> Iterator[Result]:
     """Rank 1 is handed something else: the result is 0 where every rank refused it with the same words."""
     model, params = model_of("llama", "causal", (6, 2))
@@ -143,6 +168,7 @@ def disagreements() -> Iterator[Result]:
 KINDS: dict[str, Callable[[], Iterator[Result]]] = {
     "collectives": collectives,
     "mutant": collectives,
+    "sums": sums,
     "disagreements": disagreements,
     "shards": shards.on_shards,
     "checkpoints": shards.checkpoints,
