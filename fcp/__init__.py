@@ -15,12 +15,14 @@ from fcp import kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
 from fcp._distribute import distribute
+from fcp._launch import LaunchError, launch
 from fcp._linear import linear
 from fcp._prepare import prepare
 from fcp._simulate import simulate
 from fcp._transform import transform
 from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
+from fcp._watch import RankError
 from fcp.collectives import (
     all_gather,
     all_to_all,
@@ -56,12 +58,14 @@ __all__ = [
     "Event",
     "Inputs",
     "Kernel",
+    "LaunchError",
     "Mask",
     "Model",
     "ModelFn",
     "Ops",
     "Output",
     "Params",
+    "RankError",
     "Replicated",
     "Report",
     "Rule",
@@ -79,6 +83,7 @@ __all__ = [
     "compare",
     "distribute",
     "kernels",
+    "launch",
     "linear",
     "masks",
     "own_slice",

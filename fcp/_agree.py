@@ -24,25 +24,29 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fcp import pytree
 from fcp._process import group_of
+from fcp._watch import collective
 from fcp.axes import bare
 from fcp.typing import Inputs, Params
 
 __all__ = ["agree"]
 
-WHAT = ("batch", "parameters (their names, shapes or dtypes)")
+WHAT = ("transform (its axes, sizes or options)", "parameters (their names, shapes or dtypes)", "batch")
 WHY = (
     "Every rank passes the same global ones; which part of them is its own, the transforms decide.",
     "Each rank of dp and fsdp passes its own rows, and the ranks that share rows (cp, tp) pass the same.",
 )
 
 
-def agree(mesh: Any, params: Params, inputs: Inputs, *, own: tuple[str, ...] = (), counted: bool = True) -> Inputs:
+def agree(
+    mesh: Any, params: Params, inputs: Inputs, *, what: str, own: tuple[str, ...] = (), counted: bool = True
+) -> Inputs:
     """The batch as every process sees it, when all were handed what belongs together.
 
     Args:
         mesh: the DeviceMesh of the processes.
         params: what this process was handed as parameters, or as its shards.
         inputs: what it was handed as batch: the whole one, or the rows of its own rank on the axes `own`.
+        what: what this process is about to compute: the transforms and the mesh.
         own: the axes whose ranks were each handed their own rows.
         counted: `inputs.num_targets` counts these rows alone; False where the caller gave the count of all.
 
@@ -51,29 +55,29 @@ def agree(mesh: Any, params: Params, inputs: Inputs, *, own: tuple[str, ...] = (
 
     Raises:
         ValueError: the same on every process, naming the ranks that were handed another batch than those with whom they
-            share it, or other parameters.
+            share it, other parameters, or another transform.
     """
     # Under torch.func.grad every operation's result is wrapped, and what is wrapped has no bytes to read.
     with temporarily_clear_interpreter_stack():
-        by_rank = _gathered(mesh, params, inputs)
+        by_rank = _gathered(mesh, params, inputs, what)
     # The ranks in the mesh's order; those with one index on every axis of `own` share rows.
     names, sizes = mesh.mesh_dim_names, [mesh.size(dim) for dim in range(mesh.ndim)]
     places = [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, sizes))]
     first: dict[tuple[int, ...], int] = {}
     shares = [first.setdefault(tuple(place[name] for name in own), rank) for rank, place in enumerate(places)]
-    for part, what in enumerate(WHAT):
-        like = [0] * len(shares) if part else shares
+    for part, kind in enumerate(WHAT):
+        like = shares if kind == "batch" else [0] * len(shares)
         differing = [rank for rank, other in enumerate(like) if by_rank[rank][part] != by_rank[other][part]]
         if differing:
             others = sorted({like[rank] for rank in differing})
             whose = f"rank {others[0]}" if len(others) == 1 else f"the ranks {others}"
-            why = WHY[bool(own)]
+            why = WHY[bool(own) and kind == "batch"]
             raise ValueError(
-                f"transform: the ranks {differing} of the mesh were handed another {what} than {whose}. {why}"
+                f"transform: the ranks {differing} of the mesh were handed another {kind} than {whose}. {why}"
             )
     if not own:
         return inputs
-    counts = [by_rank[rank][2] for rank in first.values()]
+    counts = [by_rank[rank][3] for rank in first.values()]
     like = inputs.num_targets
     return replace(
         inputs,
@@ -82,14 +86,19 @@ def agree(mesh: Any, params: Params, inputs: Inputs, *, own: tuple[str, ...] = (
     )
 
 
-def _gathered(mesh: Any, params: Params, inputs: Inputs) -> list[list[list[int]]]:
-    """[rank][the batch's fingerprint, the parameters', (targets, positions)]."""
+def _gathered(mesh: Any, params: Params, inputs: Inputs, what: str) -> list[list[list[int]]]:
+    """[rank in the mesh's order][the fingerprints of transform, parameters and batch, (targets, positions)]."""
     counts = [int(bare(inputs.num_targets)), int(bare(inputs.num_positions))]
-    mine = torch.tensor(_fingerprint(inputs, values=True) + _fingerprint(params, values=False) + counts)
-    group = group_of(mesh, tuple(mesh.mesh_dim_names))
-    everyone = torch.empty(dist.get_world_size(group) * 6, dtype=torch.int64, device=mesh.device_type)
-    dist.all_gather_single(everyone, mine.to(mesh.device_type), group)
-    return everyone.view(-1, 3, 2).tolist()
+    parts = [_digest(what.encode()), _fingerprint(params, values=False), _fingerprint(inputs, values=True), counts]
+    mine = torch.tensor(parts).view(-1).to(mesh.device_type)
+    # Ranks that disagree on the mesh would not find each other in a group of the mesh; the world's is there for all.
+    world = mesh.size() == dist.get_world_size()
+    group = dist.group.WORLD if world else group_of(mesh, tuple(mesh.mesh_dim_names))
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    with collective("the agreement", tuple(mesh.mesh_dim_names)):
+        dist.all_gather_single(everyone, mine, group)
+    by_rank = everyone.view(-1, len(parts), 2).tolist()
+    return [by_rank[rank] for rank in mesh.mesh.flatten().tolist()] if world else by_rank
 
 
 def _fingerprint(tree: Any, *, values: bool) -> list[int]:
@@ -99,5 +108,13 @@ def _fingerprint(tree: Any, *, values: bool) -> list[int]:
         digest.update(f"{path} {tuple(x.shape)} {x.dtype};".encode())
         if values and not x.is_floating_point():
             digest.update(bare(x).cpu().contiguous().numpy().tobytes())
-    first, second = digest.digest()[:8], digest.digest()[8:]
-    return [int.from_bytes(half, "big", signed=True) for half in (first, second)]
+    return _halves(digest)
+
+
+def _digest(data: bytes) -> list[int]:
+    return _halves(hashlib.blake2b(data, digest_size=16))
+
+
+def _halves(digest: Any) -> list[int]:
+    both = digest.digest()
+    return [int.from_bytes(half, "big", signed=True) for half in (both[:8], both[8:])]

@@ -8,6 +8,8 @@ Every rank passes the same parameters and the same batch, and differentiates its
 gets are whole and the same on every rank, because each adjoint in the function sums what has to be summed. The
 simulator shows beforehand, by differentiating inside, whether they would be.
 
+A rank that raises, dies or stalls ends the call on every other rank (`_watch.py`).
+
 Left out: that ranks really pass the same values is not checked here, but by `fcp.transform` (`_agree.py`).
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fcp._watch import failed_here, watch_of
 from fcp.axes import Axis, bind, bound
 
 __all__ = ["distribute"]
@@ -36,6 +39,7 @@ def distribute(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     Raises:
         ValueError: the mesh has no names; a name is bound already; or, after the call, a dimension of several ranks
             that nothing in `fn` used.
+        RankError: when called, if another rank raised, died or did not come; it says which, and in which collective.
     """
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
@@ -46,6 +50,7 @@ def distribute(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         again = [name for name in names if name in bound()]
         if again:
             raise ValueError(f"distribute: axis {again[0]!r} is bound already around this call; give it another name")
+        watch_of()
         axes = []
         for dim, name in enumerate(names):
             size = mesh.size(dim)
@@ -54,7 +59,13 @@ def distribute(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
             for axis in axes:
                 stack.enter_context(bind(axis))
-            out = fn(*args, **keywords)
+            try:
+                out = fn(*args, **keywords)
+            except (ValueError, NameError):  # what callers get wrong, all ranks alike
+                raise
+            except BaseException as error:
+                failed_here(error)
+                raise
         idle = [axis for axis in axes if axis.size > 1 and not axis.used]
         if idle:
             raise ValueError(

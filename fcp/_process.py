@@ -11,13 +11,16 @@ Left out: overlap, but for gathers that are asked for ahead of their use (`start
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: its default arguments would keep the world's
 from torch import Tensor
+
+from fcp._selfcheck import check_once
+from fcp._watch import collective
 
 if TYPE_CHECKING:
     from fcp._collective import Rule
@@ -31,32 +34,40 @@ def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names
     Raises:
         ValueError: the names are not in the mesh's order, or several tensors differ in dtype.
     """
-    if len(xs) == 1:
-        return [_one(rules[0], xs[0], group_of(mesh, names))]
     name = rules[0].name
+    if name == "pvary":
+        return [x.view_as(x) for x in xs]
+    if name == "shard":
+        return [_own(x, rule.dims[0], group_of(mesh, names)) for x, rule in zip(xs, rules, strict=True)]
     if len({x.dtype for x in xs}) > 1:
         raise ValueError(
             f"{name}: tensors that travel together have one dtype, not {sorted({str(x.dtype) for x in xs})}"
         )
-    match name:
-        case "pvary":
-            return [x.view_as(x) for x in xs]
+    group = group_of(mesh, names)
+    with collective(name, names):
+        check_once(rules[0], xs[0], group, _one)
+        return [_one(rules[0], xs[0], group)] if len(xs) == 1 else _several(rules, xs, group)
+
+
+def _own(x: Tensor, dim: int, group: Any) -> Tensor:
+    return x.unflatten(dim, (dist.get_world_size(group), -1)).select(dim, dist.get_rank(group)).contiguous()
+
+
+def _several(rules: "Sequence[Rule]", xs: Sequence[Tensor], group: Any) -> list[Tensor]:
+    size = dist.get_world_size(group)
+    match rules[0].name:
         case "psum":
             flat = torch.cat([x.reshape(-1).to(rules[0].travels_in(x)) for x in xs])
-            dist.all_reduce(flat, dist.ReduceOp.SUM, group_of(mesh, names))
+            dist.all_reduce(flat, dist.ReduceOp.SUM, group)
             summed = flat.to(xs[0].dtype).split([x.numel() for x in xs])
             return [part.view(x.shape) for part, x in zip(summed, xs, strict=True)]
         case "all_gather":
-            group = group_of(mesh, names)
-            size = dist.get_world_size(group)
             whole = [x.new_empty(size * x.numel()) for x in xs]
-            for waiting in [start_gather(x, flat, mesh, names) for x, flat in zip(xs, whole, strict=True)]:
+            for waiting in [_gather(x, flat, group) for x, flat in zip(xs, whole, strict=True)]:
                 waiting.wait()
             stacked = [flat.view(size, *x.shape) for flat, x in zip(whole, xs, strict=True)]
             return [rule.dense(x, size, rule) for x, rule in zip(stacked, rules, strict=True)]
         case "psum_scatter":
-            group = group_of(mesh, names)
-            size = dist.get_world_size(group)
             parts = [x.unflatten(r.dims[0], (size, -1)).movedim(r.dims[0], 0) for x, r in zip(xs, rules, strict=True)]
             ends = list(itertools.accumulate((part[0].numel() for part in parts), initial=0))
             rows = xs[0].new_empty(size, ends[-1], dtype=rules[0].travels_in(xs[0]))  # [to, ...]
@@ -68,17 +79,12 @@ def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names
             return [
                 mine[start:end].view(part.shape[1:]) for part, start, end in zip(parts, ends, ends[1:], strict=False)
             ]
-    raise RuntimeError(f"{name}: no rule for several tensors on processes")
+    raise TypeError(f"{rules[0].name}: no rule for several tensors on processes")
 
 
 def _one(rule: "Rule", x: Tensor, group: Any) -> Tensor:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     match rule.name:
-        case "pvary":
-            return x.view_as(x)
-        case "shard":
-            (dim,) = rule.dims
-            return x.unflatten(dim, (size, -1)).select(dim, rank).contiguous()
         case "psum" | "pmax":
             y = x.to(rule.travels_in(x), copy=True, memory_format=torch.contiguous_format)
             dist.all_reduce(y, dist.ReduceOp.SUM if rule.name == "psum" else dist.ReduceOp.MAX, group)
@@ -101,7 +107,7 @@ def _one(rule: "Rule", x: Tensor, group: Any) -> Tensor:
             return arrived.movedim(0, concat).flatten(concat, concat + 1)
         case "ppermute":
             return _permute(rule, x.contiguous(), group, rank)
-    raise RuntimeError(f"{rule.name}: no rule for processes")
+    raise TypeError(f"{rule.name}: no rule for processes")
 
 
 def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
@@ -118,9 +124,19 @@ def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
     return y
 
 
-def start_gather(x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Any:
-    """Issues the gather of every process's `x`, one after the other, into the flat `whole`; gives what to wait on."""
-    return dist.all_gather_single(whole, x.reshape(-1), group_of(mesh, names), async_op=True)
+def start_gather(x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Callable[[], None]:
+    """Issues the gather of every process's `x`, one after the other, into the flat `whole`; gives what waits for it."""
+    waiting = _gather(x, whole, group_of(mesh, names))
+
+    def wait() -> None:
+        with collective("all_gather", names):
+            waiting.wait()
+
+    return wait
+
+
+def _gather(x: Tensor, whole: Tensor, group: Any) -> Any:
+    return dist.all_gather_single(whole, x.reshape(-1), group, async_op=True)
 
 
 def group_of(mesh: Any, names: tuple[str, ...]) -> Any:

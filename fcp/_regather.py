@@ -70,7 +70,7 @@ class _Leaf:
         self.start()
         self.users += 1
         if self.waiting is not None:
-            self.waiting.wait()
+            self.waiting()
             self.waiting, self.full = None, True
 
     def free(self) -> None:

@@ -21,6 +21,7 @@ from fcp import pytree
 from fcp._dtensor import from_dtensor, to_dtensor
 from fcp._layout import Part, part_of, put, take
 from fcp._process import group_of
+from fcp._watch import collective
 from fcp.sharded import Placement, Shapes, piece_of
 
 __all__ = ["cut", "from_dtensors", "join", "lay", "to_dtensors"]
@@ -87,7 +88,7 @@ def _whole(x: Tensor, placement: Placement, shape: tuple[int, ...], mesh: Any, t
     names = tuple(name for name in mesh.mesh_dim_names if name in over and sizes[name] > 1)
     if not names:
         return x.clone() if to is None or dist.get_rank() == to else None
-    found = _gather(x, group_of(mesh, names), to)
+    found = _gather(x, mesh, names, to)
     if found is None:
         return None
     whole = x.new_empty(shape)
@@ -96,17 +97,20 @@ def _whole(x: Tensor, placement: Placement, shape: tuple[int, ...], mesh: Any, t
     return whole
 
 
-def _gather(x: Tensor, group: Any, to: int | None) -> list[Tensor] | None:
-    """The tensors of the group's ranks, on each of them, or on the rank `to` alone where the group has it."""
+def _gather(x: Tensor, mesh: Any, names: tuple[str, ...], to: int | None) -> list[Tensor] | None:
+    """The tensors of the ranks of these axes, on each of them, or on the rank `to` alone where it is one of them."""
+    group = group_of(mesh, names)
     size, x = dist.get_world_size(group), x.detach().contiguous()
     if to is None:
         flat = x.new_empty(size * x.numel())
-        dist.all_gather_single(flat, x.view(-1), group)
+        with collective("unshard", names):
+            dist.all_gather_single(flat, x.view(-1), group)
         return list(flat.view(size, *x.shape))
     if to not in dist.get_process_group_ranks(group):
         return None
     found = [torch.empty_like(x) for _ in range(size)] if dist.get_rank() == to else None
-    dist.gather(x, found, dst=to, group=group)
+    with collective("unshard", names):
+        dist.gather(x, found, dst=to, group=group)
     return found
 
 

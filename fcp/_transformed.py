@@ -138,7 +138,12 @@ class Transformed:
 
     def _agreed(self, params: Params, given: Any, prepared: Inputs) -> Inputs:
         counted = isinstance(given, Inputs) or given.get("num_items_in_batch") is None
-        return agree(self.mesh, params, prepared, own=self.own, counted=counted)
+        return agree(self.mesh, params, prepared, what=self._what, own=self.own, counted=counted)
+
+    @property
+    def _what(self) -> str:
+        dims = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
+        return f"{self.applied} {self.own} {dims}"
 
     @cached_property
     def _shapes(self) -> Shapes:

@@ -44,10 +44,12 @@ from fcp._cli_inputs import (
     with_window,
 )
 from fcp._compare import report
+from fcp._launch import process_group
 from fcp._prepare import prepare
 from fcp._transform import transform
 from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
+from fcp._watch import RankError
 from fcp.model import Model
 from fcp.typing import Inputs, Params
 
@@ -68,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"fcp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"fcp: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # an interpreter that ends waits for what is stuck in the group
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -101,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of parameters, tokens and documents (0)")
     add("--tolerance", type=_tolerance, metavar="X", help="the largest relative error (by dtype)")
     add("--distributed", action="store_true", help="the ranks are the launcher's processes (torchrun), not simulated")
+    add("--timeout", type=_seconds, default=600.0, metavar="S", help="seconds that a rank waits for another (600)")
     add("--json", action="store_true", help="one JSON object in place of the tables")
 
     mask = commands.add_parser("mask", help="draw who may attend to whom", allow_abbrev=False)
@@ -144,6 +150,13 @@ def _tolerance(text: str) -> float:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = _tolerance(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, more than 0")
+    return value
+
+
 def _mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -179,7 +192,7 @@ def _check(args: argparse.Namespace) -> int:
             f"cp={largest} is larger than the {args.seq} tokens of a row; give --seq {largest} or a lower cp"
         )
     text = None if args.text is None else read_text(args.text)
-    with _ranks(args.distributed, meshes) as ranks:
+    with _ranks(args, meshes) as ranks:
         return _check_on(ranks, args, meshes, dtype, text)
 
 
@@ -230,12 +243,12 @@ def _check_on(
 
 
 @contextlib.contextmanager
-def _ranks(distributed: bool, meshes: list[dict[str, int]]) -> Iterator[list[Any]]:
+def _ranks(args: argparse.Namespace, meshes: list[dict[str, int]]) -> Iterator[list[Any]]:
     """A DeviceMesh for each mesh, on the processes of the launcher; None for each where ranks are simulated.
 
     One rank speaks; the others work in silence, but for what they refuse.
     """
-    if not distributed:
+    if not args.distributed:
         yield [None] * len(meshes)
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -247,8 +260,7 @@ def _ranks(distributed: bool, meshes: list[dict[str, int]]) -> Iterator[list[Any
             f"--distributed: {wrong[0]} is a mesh of {math.prod(wrong[0].values())} ranks, and the launcher started "
             f"{world} processes; start as many as the mesh has ranks, 2 or more"
         )
-    dist.init_process_group("gloo")
-    try:
+    with process_group(args.timeout, "gloo"):
         names = [tuple(axis for axis in AXES if axis in sizes) for sizes in meshes]
         shapes = [tuple(sizes[axis] for axis in order) for sizes, order in zip(meshes, names, strict=True)]
         made = [init_device_mesh("cpu", s, mesh_dim_names=n) for s, n in zip(shapes, names, strict=True)]
@@ -258,8 +270,6 @@ def _ranks(distributed: bool, meshes: list[dict[str, int]]) -> Iterator[list[Any
                 stack.enter_context(contextlib.redirect_stdout(silence))
                 stack.enter_context(contextlib.redirect_stderr(silence))
             yield made
-    finally:
-        dist.destroy_process_group()
 
 
 def _on_every_rank(equal: bool, args: argparse.Namespace) -> bool:

@@ -10,10 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("pytree", "typing", "_stored"),
     ("axes", "trace", "masks", "loss"),
+    ("_watch",),
+    ("_selfcheck",),
     ("_process",),
     ("_collective", "kernels", "_linear"),
     ("collectives",),
-    ("_simulate", "_distribute", "_agree", "_attention", "_prepare"),
+    ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_launch"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),
     ("_regather", "_layout"),

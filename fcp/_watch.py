@@ -1,0 +1,317 @@
+"""What happened to the others: so that no process waits for one that is gone.
+
+Problem. A process that raises, dies or stalls leaves the others inside a collective. Some of them get an error that
+names an address, some wait for as long as the group's timeout says, and none says whose fault it was.
+
+Idea. Every process that runs a distributed function keeps a thread beside it, the watch. It publishes through the
+group's own store where this process is (how many collectives it has entered, which one is the last), and looks at one
+neighbour. Who finds that its neighbour is gone, or has an exception of its own, writes one record that all look at: the
+first failure. From then on
+
+- a collective that fails raises `RankError`, which says who failed, how, and in which collective everybody was;
+- a process that enters another collective raises it at once;
+- a process that is stuck inside of one ends within `GRACE` seconds, the same words on standard error, since nothing in
+  Python can wake it; so does one that the launcher or the user told to stop (SIGTERM, SIGINT).
+
+A collective that runs into the group's timeout has a rank that never came: the one that has entered the fewest.
+
+An exception that all ranks raise alike (ValueError and NameError: what callers get wrong) leaves them of use, and is
+no failure until it ends a process. What a collective costs for all this is two attributes.
+
+Left out: a process on another machine that stops without its connections being closed is found by the timeout only.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch.distributed as dist
+
+__all__ = ["RankError", "Watch", "collective", "failed_here", "last_words", "watch_of"]
+
+EVERY = 0.25
+"""Seconds between two looks."""
+GRACE = 3.0
+"""Seconds in which a process that is not stuck raises by itself, before its watch ends it."""
+
+
+class RankError(RuntimeError):
+    """A collective that cannot complete: which rank is to blame, what became of it, and where this one was.
+
+    Attributes:
+        rank: the rank that is to blame.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+_watch: "Watch | None" = None
+
+last_words: "list[Callable[[RankError], None]]" = []
+"""What is called with the error of a process that its watch ends."""
+
+
+def watch_of() -> "Watch | None":
+    """The watch of this process's default group, started at the first call; None where there is no other process."""
+    global _watch
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    if _watch is None or _watch.group_store is not store:
+        if _watch is None:
+            _install()
+        _watch = Watch(store)
+    return _watch
+
+
+@contextlib.contextmanager
+def collective(name: str, names: tuple[str, ...]) -> Iterator[None]:
+    """Around what may wait for other ranks: says where this process is, and explains what fails.
+
+    Raises:
+        RankError: it failed, or another rank has failed before.
+    """
+    watch = _watch
+    if watch is None:
+        yield
+        return
+    watch.enter(name, names)
+    try:
+        yield
+    except RuntimeError as error:
+        raise watch.explained(error) from error
+    finally:
+        watch.inside = False
+
+
+def failed_here(error: BaseException) -> None:
+    """Tells the other ranks of an exception that ends this one's part, unless it is what another's failure raised."""
+    if _watch is not None and not isinstance(error, RankError):
+        text = next(iter(str(error).splitlines()), "")[:300]
+        _watch.fail(_watch.rank, f"raised {type(error).__name__}: {text}")
+
+
+class Watch:
+    """One process's watch: a daemon thread with its own connection to the group's store."""
+
+    def __init__(self, store: Any) -> None:
+        self.group_store = store
+        self.store = store.clone()
+        self.rank, self.size, self.pid = dist.get_rank(), dist.get_world_size(), os.getpid()
+        self.entered, self.last, self.inside = 0, ("", ("",)), False
+        self.failure: dict[str, Any] = {}
+        self.checked: set[Any] = set()  # what the self-check has found right in this group
+        self.ended = threading.Event()
+        self.publish()
+        self.thread = threading.Thread(target=self._look, name="fcp watch", daemon=True)
+        self.thread.start()
+
+    # --- for the process itself ---
+
+    def enter(self, name: str, names: tuple[str, ...]) -> None:
+        if self.failure:
+            raise self.explained(None)
+        self.entered += 1
+        self.last, self.inside = (name, names), True
+
+    def where(self) -> str:
+        if not self.entered:
+            return "before any collective"
+        name, names = self.last
+        axes = " x ".join(map(repr, names))
+        return f"{'in' if self.inside else 'after'} {name} over {axes}, its collective {self.entered}"
+
+    def explained(self, error: BaseException | None) -> RankError:
+        """The error of the collective that this process is in or about to enter."""
+        if isinstance(error, RankError):
+            return error
+        failure = self._cause(error)
+        said = "" if error is None else f": {next(iter(str(error).splitlines()), '')[:300]}"
+        return RankError(f"{failure['text']} (here: rank {self.rank}, {self.where()}{said})", failure["rank"])
+
+    def fail(self, rank: int, what: str, where: str | None = None, **more: Any) -> dict[str, Any]:
+        """Records that `rank` failed, if nothing is recorded yet; what is recorded now."""
+        if self.pid == os.getpid() and not self.failure:
+            record = {"rank": rank, "text": f"rank {rank} {what} ({where or self.where()})", **more}
+            try:
+                self.failure = json.loads(self.store.compare_set("fcp/failure", "", json.dumps(record)))
+            except Exception:  # whoever kept the store is gone too
+                self.failure = record
+        return self.failure
+
+    def publish(self, left: bool = False) -> None:
+        beat = {"host": _host(), "pid": self.pid, "entered": self.entered, "where": self.where(), "left": left}
+        self.store.set(f"fcp/beat/{self.rank}", json.dumps(beat))
+
+    def _cause(self, error: BaseException | None) -> dict[str, Any]:
+        """The first failure. The watches get a moment to find it; then it is what can be seen from here."""
+        late = error is not None and "timed out" in str(error).lower()
+        until = time.monotonic() + GRACE
+        while not self.failure and not late and time.monotonic() < until:
+            time.sleep(EVERY / 5)
+        if self.failure:
+            return self.failure
+        with contextlib.suppress(Exception):
+            beats = [self._beat(rank) for rank in range(self.size)]
+            for rank, beat in enumerate(beats):
+                if beat is None:
+                    return self.fail(rank, "did not come", "before any collective", stalled=True)
+                if beat["left"]:
+                    return self.fail(rank, "has ended", beat["where"])
+            last = min(range(self.size), key=lambda rank: beats[rank]["entered"])  # type: ignore[index]
+            if beats[last]["entered"] < self.entered:  # type: ignore[index]
+                return self.fail(last, "did not come", beats[last]["where"], stalled=True)  # type: ignore[index]
+        return self.fail(self.rank, "lost its connections")
+
+    def _beat(self, rank: int) -> dict[str, Any] | None:
+        key = f"fcp/beat/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    # --- beside the process ---
+
+    def _look(self) -> None:
+        neighbour, ends = (self.rank + 1) % self.size, None
+        while (
+            not self.ended.is_set()
+            and dist.is_initialized()
+            and dist.distributed_c10d._get_default_store() is self.group_store
+        ):
+            told = _signal_within(EVERY)
+            try:
+                self.publish()
+                if self.store.check(["fcp/failure"]):
+                    self.failure = json.loads(self.store.get("fcp/failure"))
+                beat = None if self.failure else self._beat(neighbour)
+            except Exception:  # whoever keeps the store has ended; a collective that fails now says so
+                beat = None
+            if beat is not None and not beat["left"] and _is_gone(beat):
+                self.fail(neighbour, f"was killed or died (process {beat['pid']})", beat["where"])
+            # Who computes raises at its next collective. Ended is who cannot: stuck in one, stalled, or told to stop.
+            stuck = self.inside or (self.failure.get("stalled") and self.failure["rank"] == self.rank)
+            if not told and not (self.failure and stuck):
+                ends = None
+            elif ends is None:
+                ends = time.monotonic() + GRACE
+            elif time.monotonic() > ends:
+                self._end(told)
+        with contextlib.suppress(Exception):
+            self.publish(left=True)
+
+    def _end(self, told: int) -> None:
+        why = self.failure.get("text") or f"rank {self.rank} was told to stop by {signal.Signals(told).name}"
+        error = RankError(f"{why} (here: rank {self.rank}, {self.where()})", self.failure.get("rank", self.rank))
+        print(f"fcp.RankError: {error}", file=sys.__stderr__)
+        with contextlib.suppress(Exception):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        for tell in last_words:
+            with contextlib.suppress(Exception):
+                tell(error)
+        for stream in (sys.stdout, sys.__stderr__):
+            with contextlib.suppress(Exception):
+                cast(Any, stream).flush()
+        os._exit(128 + told if told else 1)
+
+
+# --- is a process gone? -----------------------------------------------------------------------------------------------
+
+
+def _host() -> str:
+    """This machine, and the namespace in which its process numbers mean something."""
+    try:
+        return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_gone(beat: dict[str, Any]) -> bool:
+    """Whether the process of a beat no longer runs, as far as this machine can tell."""
+    if beat["host"] != _host():
+        return False
+    try:
+        os.kill(beat["pid"], 0)
+        with open(f"/proc/{beat['pid']}/stat") as file:  # a process that nobody has waited for is still listed
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+
+
+# --- signals and exceptions of the process ----------------------------------------------------------------------------
+# A handler in Python runs between two instructions of the main thread, and not while that waits in a collective. The
+# number of a signal is written into a pipe at once, and the watch reads it.
+
+_pipe: tuple[int, int] | None = None
+_told = 0
+
+
+def _install() -> None:
+    """Once a process: exceptions that nothing catches are reported, an ordinary end is no death, signals are seen."""
+    global _pipe
+    previous = sys.excepthook
+
+    def uncaught(kind: Any, error: Any, trace: Any) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            failed_here(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = uncaught
+    atexit.register(_leave)
+    if threading.current_thread() is not threading.main_thread():
+        return
+    pipe = os.pipe()
+    for end in pipe:
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+    if before != -1:  # an event loop reads the signals of this process; leave them to it
+        signal.set_wakeup_fd(before)
+        return
+    _pipe = pipe
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _leave() -> None:
+    """Ends the watch before the interpreter ends: a thread that wakes up later, in the store, aborts the process."""
+    if _watch is not None and _watch.pid == os.getpid():
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _watch.ended.set()
+        _watch.thread.join(timeout=10 * EVERY)
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """Stands for the default action, which the watch takes when it has found out why."""
+
+
+def _signal_within(seconds: float) -> int:
+    """The signal that is to end this process, if one has come: SIGTERM, or SIGINT while the main thread is stuck."""
+    global _told
+    if _pipe is None:
+        time.sleep(seconds)
+        return 0
+    if select.select([_pipe[0]], [], [], seconds)[0]:
+        numbers = os.read(_pipe[0], 64)
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _terminated:
+            _told = signal.SIGTERM
+        elif signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            _told = signal.SIGINT
+    if _told == signal.SIGINT and (_watch is None or not _watch.inside):
+        _told = 0  # the main thread gets its KeyboardInterrupt
+    return _told
