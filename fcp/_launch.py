@@ -45,6 +45,18 @@ from fcp._watch import RankError, failed_here, last_words, watch_of
 __all__ = ["LaunchError", "launch", "process_group"]
 
 
+START = """
+import os, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+for number, ending in ((1, "out"), (2, "err")):
+    name = folder / f"rank_{os.environ['RANK']}.{ending}"
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+from fcp._launch import work
+work(folder)
+"""
+"""The program of each process; its outputs go to files before anything else can speak."""
+
+
 class LaunchError(RuntimeError):
     """A rank of `launch` failed.
 
@@ -62,7 +74,7 @@ def launch(
     fn: Callable[..., Any],
     *args: Any,
     num_processes: int,
-    timeout: float = 300.0,
+    timeout: int | float = 300,
     log_dir: str | Path | None = None,
 ) -> list[Any]:
     """Calls fn(*args) on `num_processes` processes of this machine and gives their results, by rank.
@@ -102,10 +114,10 @@ def launch(
     folder = Path(tempfile.mkdtemp(prefix="fcp_launch_"))
     try:
         (folder / "call").write_bytes(payload)
-        about = {"path": sys.path, "timeout": timeout, "parent": os.getpid(), "cwd": os.getcwd()}
+        about = {"timeout": timeout, "parent": os.getpid()}
         (folder / "about.json").write_text(json.dumps(about))
         failed = _run(folder, num_processes)
-        kept = _keep_outputs(folder, num_processes, log_dir, failed)
+        kept = _keep_outputs(folder, log_dir, failed)
         if failed:
             raise _error(folder, num_processes, kept)
         return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(num_processes)]
@@ -115,7 +127,7 @@ def launch(
 
 def _run(folder: Path, num_processes: int) -> bool:
     """Runs the processes to their end; whether one failed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, errors
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, errors
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -127,12 +139,14 @@ def _run(folder: Path, num_processes: int) -> bool:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         shutdown_timeout=15,
     )
-    with _own_signals(), _environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")), _quiet():
+    # What the caller can import, the processes can.
+    set_there = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with _own_signals(), _environment(**set_there), _quiet():
         try:
-            elastic_launch(config, sys.executable)("-m", "fcp._launch", str(folder))
+            elastic_launch(config, sys.executable)("-c", START, str(folder))
         except errors.ChildFailedError:
             return True
         except SignalException as told:
@@ -182,16 +196,14 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _keep_outputs(folder: Path, num_processes: int, log_dir: str | Path | None, failed: bool) -> Path | None:
+def _keep_outputs(folder: Path, log_dir: str | Path | None, failed: bool) -> Path | None:
     """Copies the ranks' outputs to where the caller finds them."""
     if log_dir is None and not failed:
         return None
     kept = Path(tempfile.mkdtemp(prefix="fcp_launch_failed_") if log_dir is None else log_dir)
     kept.mkdir(parents=True, exist_ok=True)
-    for rank in range(num_processes):
-        for stream, ending in (("stdout", "out"), ("stderr", "err")):
-            for file in sorted((folder / "logs").glob(f"*/attempt_0/{rank}/{stream}.log")):
-                shutil.copyfile(file, kept / f"rank_{rank}.{ending}")
+    for file in (*folder.glob("rank_*.out"), *folder.glob("rank_*.err")):
+        shutil.copyfile(file, kept / file.name)
     return kept
 
 
@@ -241,11 +253,10 @@ def process_group(timeout: float, backend: str | None = None) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _work(folder: Path) -> None:
+def work(folder: Path) -> None:
+    """What each process runs."""
     about = json.loads((folder / "about.json").read_text())
     _die_with(about["parent"])
-    sys.path[:] = about["path"]
-    os.chdir(about["cwd"])
     rank = int(os.environ["RANK"])
     last_words.append(partial(_tell, folder, rank))
     try:
@@ -285,7 +296,3 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-if __name__ == "__main__":
-    _work(Path(sys.argv[1]))
