@@ -25,10 +25,10 @@ from models import llama
 
 __all__ = ["NAMES", "find"]
 
-Step = Callable[[], tuple[Tensor, Iterable[Tensor]]]
-"""() -> (this rank's part of the loss, the gradients that this rank holds)."""
-Make = Callable[[str, int, int], Step]
-"""(the checkpoint's folder, rows of the batch, tokens a row) -> the step."""
+Step = Callable[[], tuple[Tensor, Any]]
+"""() -> (this rank's part of the loss, the gradients as this rank holds them)."""
+Make = Callable[[str, int, int], tuple[Step, Callable[[Any], Iterable[Tensor]]]]
+"""(the checkpoint's folder, rows of the batch, tokens a row) -> the step; what puts its gradients together."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [batch, seq_local, heads, dim] -> [batch, seq_local, heads, dim]."""
 
@@ -49,9 +49,9 @@ def _llama(folder: str, **how: Any) -> Any:
 
 
 def unsharded() -> Make:
-    def make(folder: str, rows: int, seq: int) -> Step:
+    def make(folder: str, rows: int, seq: int) -> Any:
         model, ids = _llama(folder, attn_implementation="sdpa"), _tokens(rows, seq)
-        return lambda: _backward(model, input_ids=ids, labels=ids)
+        return lambda: _backward(model, input_ids=ids, labels=ids), list
 
     return make
 
@@ -60,19 +60,21 @@ def unsharded() -> Make:
 
 
 def with_fcp(axis: str) -> Make:
-    def make(folder: str, rows: int, seq: int) -> Step:
+    def make(folder: str, rows: int, seq: int) -> Any:
         model, params = llama.load(folder)
         ids, size = _tokens(rows, seq), dist.get_world_size()
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
         axes: dict[str, Any] = {axis: size}
         sharded = fcp.transform(model, mesh=mesh, logits=False, **axes)
-        grad = fcp.value_and_grad(lambda p, b: sharded(p, b).loss)
+        shards = sharded.shard(params)
+        del params
+        grad = fcp.value_and_grad(lambda s, b: sharded.on_shards(s, b).loss)
 
-        def step() -> tuple[Tensor, list[Tensor]]:
-            loss, grads = grad(params, {"input_ids": ids, "labels": ids})
-            return loss / size, pytree.leaves(grads)
+        def step() -> tuple[Tensor, Any]:
+            loss, grads = grad(shards, {"input_ids": ids, "labels": ids})
+            return loss / size, grads
 
-        return step
+        return step, lambda grads: pytree.leaves(sharded.unshard(grads))
 
     return make
 
@@ -111,7 +113,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _ulysses(attend: Callable[[], Attend]) -> Make:
-    def make(folder: str, rows: int, seq: int) -> Step:
+    def make(folder: str, rows: int, seq: int) -> Any:
         attention = attend()
 
         def forward(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
@@ -140,7 +142,7 @@ def _ulysses(attend: Callable[[], Attend]) -> Make:
             parts = flat.split([x.numel() for x in gradients])
             return loss, [part.view_as(x) for part, x in zip(parts, gradients, strict=True)]
 
-        return step
+        return step, list
 
     return make
 
@@ -148,7 +150,7 @@ def _ulysses(attend: Callable[[], Attend]) -> Make:
 def transformers_tp() -> Make:
     from transformers.distributed import DistributedConfig
 
-    def make(folder: str, rows: int, seq: int) -> Step:
+    def make(folder: str, rows: int, seq: int) -> Any:
         size = dist.get_world_size()
         model = _llama(folder, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto"))
         ids = _tokens(rows, seq)
@@ -157,7 +159,7 @@ def transformers_tp() -> Make:
             loss, gradients = _backward(model, input_ids=ids, labels=ids)
             return loss / size, gradients
 
-        return step
+        return step, _full
 
     return make
 
@@ -165,7 +167,7 @@ def transformers_tp() -> Make:
 def transformers_fsdp() -> Make:
     from transformers.distributed import DistributedConfig
 
-    def make(folder: str, rows: int, seq: int) -> Step:
+    def make(folder: str, rows: int, seq: int) -> Any:
         rank, size = dist.get_rank(), dist.get_world_size()
         model = _llama(folder, distributed_config=DistributedConfig(fsdp_size=size))
         ids = _tokens(rows, seq).chunk(size)[rank]
@@ -174,9 +176,13 @@ def transformers_fsdp() -> Make:
             loss, gradients = _backward(model, input_ids=ids, labels=ids)  # gradients: the ranks' mean
             return loss / size, gradients
 
-        return step
+        return step, _full
 
     return make
+
+
+def _full(gradients: list[Any]) -> list[Tensor]:
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in gradients]
 
 
 NAMES: dict[str, tuple[str, Callable[[], Make]]] = {

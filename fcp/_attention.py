@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fcp._function import Function
 from fcp.kernels import Spec, differentiable, pick, registered
 from fcp.masks import Mask, describe
 
@@ -117,7 +118,7 @@ def _check(
 # tensors of the mask [batch, seq], then what is fixed.
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """(q, k, v, sinks, mask, spec) -> (out [batch, heads, seq, v_dim], log-sum-exp [batch, heads, seq])."""
 
     @staticmethod
@@ -157,7 +158,7 @@ class _Attention(torch.autograd.Function):
         return _one_level_below(_Attention, info.batch_size, in_dims, operands)
 
 
-class _AttentionGradient(torch.autograd.Function):
+class _AttentionGradient(Function):
     """(g, out, lse, q, k, v, sinks, mask, spec) -> (dq, dk, dv, d_sinks); without sinks, zeros in the last place."""
 
     @staticmethod
@@ -198,7 +199,7 @@ class _AttentionGradient(torch.autograd.Function):
 
 
 def _one_level_below(
-    function: type[torch.autograd.Function], size: int, in_dims: tuple[Any, ...], operands: tuple[Any, ...]
+    function: type[Function], size: int, in_dims: tuple[Any, ...], operands: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The vmap rule of both: folds the vmapped dim of `size` away, calls `function`, and unfolds what it gives.
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcp._function import Function
 from fcp._process import on_processes
 from fcp.axes import Axis, differentiated_inside, varying
 from fcp.trace import Event, event_of, note, recording, tap
@@ -128,7 +129,7 @@ def _finish(xs: Sequence[Tensor], call: _Call) -> tuple[Tensor, ...]:
     return tuple(ys)
 
 
-class _Collective(torch.autograd.Function):
+class _Collective(Function):
     """(call, *tensors, *the rank indices of the waiting axes) -> the collective of each tensor."""
 
     @staticmethod

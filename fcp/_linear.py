@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fcp._function import Function
+
 __all__ = ["linear"]
 
 
@@ -31,7 +33,7 @@ def linear(
     return y if bias is None else y + bias
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """x [*rows, width], weight [out, width] -> [*rows, out]; or with groups, all of them with the same dim 0."""
 
     @staticmethod
@@ -70,7 +72,7 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(x.flatten(0, 1), weight.flatten(0, 1)).unflatten(0, (size, -1)), 0
 
 
-class _Outer(torch.autograd.Function):
+class _Outer(Function):
     """g [*rows, out], x [*rows, width] -> the sum over rows of g x^T [out, width]; with groups, one sum a group."""
 
     @staticmethod

@@ -67,17 +67,25 @@ def _several(rules: "Sequence[Rule]", xs: Sequence[Tensor], group: Any) -> list[
                 waiting.wait()
             stacked = [flat.view(size, *x.shape) for flat, x in zip(whole, xs, strict=True)]
             return [rule.dense(x, size, rule) for x, rule in zip(stacked, rules, strict=True)]
-        case "psum_scatter":
+        case "psum_scatter" | "all_to_all":
             parts = [x.unflatten(r.dims[0], (size, -1)).movedim(r.dims[0], 0) for x, r in zip(xs, rules, strict=True)]
             ends = list(itertools.accumulate((part[0].numel() for part in parts), initial=0))
+            columns = [slice(start, end) for start, end in itertools.pairwise(ends)]
             rows = xs[0].new_empty(size, ends[-1], dtype=rules[0].travels_in(xs[0]))  # [to, ...]
-            for part, start, end in zip(parts, ends, ends[1:], strict=False):
-                rows[:, start:end].unflatten(1, part.shape[1:]).copy_(part)
-            mine = rows.new_empty(ends[-1])
-            dist.reduce_scatter_single(mine, rows.view(-1), dist.ReduceOp.SUM, group)
-            mine = mine.to(xs[0].dtype)
+            for part, column in zip(parts, columns, strict=True):
+                rows[:, column].unflatten(1, part.shape[1:]).copy_(part)
+            if rules[0].name == "psum_scatter":
+                mine = rows.new_empty(ends[-1])
+                dist.reduce_scatter_single(mine, rows.view(-1), dist.ReduceOp.SUM, group)
+                mine = mine.to(xs[0].dtype)
+                return [mine[column].view(part.shape[1:]) for part, column in zip(parts, columns, strict=True)]
+            arrived = torch.empty_like(rows)  # [sender, ...]
+            dist.all_to_all_single(arrived.view(-1), rows.view(-1), group=group)
+            found = [
+                arrived[:, column].unflatten(1, part.shape[1:]) for part, column in zip(parts, columns, strict=True)
+            ]
             return [
-                mine[start:end].view(part.shape[1:]) for part, start, end in zip(parts, ends, ends[1:], strict=False)
+                y.movedim(0, r.dims[1]).flatten(r.dims[1], r.dims[1] + 1) for y, r in zip(found, rules, strict=True)
             ]
     raise TypeError(f"{rules[0].name}: no rule for several tensors on processes")
 

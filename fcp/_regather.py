@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fcp import pytree
+from fcp._function import Function
 from fcp._process import start_gather
 from fcp.axes import Axis, lookup
 from fcp.collectives import all_gather_adjoint_each
@@ -166,7 +167,7 @@ class Window:
         return [self._leaf(each) for each in self.pieces[at + 1 : at + 1 + count]]
 
 
-class _Hold(torch.autograd.Function):
+class _Hold(Function):
     """(layer, *pieces) -> the gathered leaves. Its backward runs when the layer's has: the adjoint of the gathers."""
 
     @staticmethod
@@ -191,7 +192,7 @@ class _Hold(torch.autograd.Function):
         return None, *grads
 
 
-class _Refill(torch.autograd.Function):
+class _Refill(Function):
     """(layer, *its results) -> the results. Its backward runs before the layer's: what was freed is gathered again."""
 
     @staticmethod

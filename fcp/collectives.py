@@ -34,6 +34,7 @@ __all__ = [
     "all_gather_adjoint_each",
     "all_gather_each",
     "all_to_all",
+    "all_to_all_each",
     "axis_index",
     "axis_size",
     "own_slice",
@@ -197,12 +198,7 @@ def all_to_all(x: Shaped[Tensor, "..."], axis: Axes, *, split_dim: int, concat_d
         ValueError: the size of `split_dim` is not a multiple of the number of ranks, or the dims are the same.
         NameError: `axis` is not bound.
     """
-    axes = lookup(axis, "all_to_all")
-    split, concat = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
-    if split == concat:
-        raise ValueError(f"all_to_all: split_dim and concat_dim are both {split}; they must differ")
-    _check_divides("all_to_all", x, axes, split)
-    return _one(Rule("all_to_all", VARYING, VARYING, _dense_exchange, _to_exchange, (split, concat)), x, axes)
+    return all_to_all_each((x,), axis, split_dim=split_dim, concat_dim=concat_dim)[0]
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, *, perm: list[tuple[int, int]]) -> Shaped[Tensor, "..."]:
@@ -283,6 +279,18 @@ def all_gather_adjoint_each(
     scatter = _dense_sum_scatter
     rule = Rule("psum_scatter", VARYING, VARYING, scatter, _to_all_gather, (0,), backward=True, sum_dtype=sum_dtype)
     return over_ranks(rule, gs, axes)
+
+
+def all_to_all_each(xs: Sequence[Tensor], axis: Axes, *, split_dim: int, concat_dim: int) -> list[Tensor]:
+    """`all_to_all` of each tensor along the same dims, in one exchange; so are their gradients."""
+    axes = lookup(axis, "all_to_all")
+    for x in xs:
+        split, concat = _dim("all_to_all", x, split_dim), _dim("all_to_all", x, concat_dim)
+        if split == concat:
+            raise ValueError(f"all_to_all: split_dim and concat_dim are both {split}; they must differ")
+        _check_divides("all_to_all", x, axes, split)
+    dims = (_dim("all_to_all", xs[0], split_dim), _dim("all_to_all", xs[0], concat_dim))
+    return over_ranks(Rule("all_to_all", VARYING, VARYING, _dense_exchange, _to_exchange, dims), xs, axes)
 
 
 def _one(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fcp._function import Function
 from fcp.typing import IGNORED
 
 __all__ = ["mean_loss", "token_losses"]
@@ -62,7 +63,7 @@ def mean_loss(total: Float[Tensor, ""] | None, num_targets: Int[Tensor, ""]) -> 
     return None if total is None else total / num_targets.clamp(min=1)
 
 
-class _ExpSumAndPick(torch.autograd.Function):
+class _ExpSumAndPick(Function):
     """(logits, column, peak, keep) -> (sum exp(logits - peak), logits[column] - peak), each [*tokens].
 
     column below 0: the target is not among these columns; picked is 0. Where keep is False: (1, 0), no gradient.
@@ -87,7 +88,7 @@ class _ExpSumAndPick(torch.autograd.Function):
         return _ExpSumAndPick.apply(*_in_front(info.batch_size, in_dims, operands)), (0, 0)
 
 
-class _ExpSumAndPickGradient(torch.autograd.Function):
+class _ExpSumAndPickGradient(Function):
     """Its backward, a Function for the sake of one fused pass; differentiable again through plain operations."""
 
     @staticmethod

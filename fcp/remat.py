@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from fcp import pytree
+from fcp._function import Function
 from fcp._simulate import map_ranks
 from fcp.axes import Axis, bind, bound
 
@@ -116,7 +117,7 @@ def _captured(name: str, value: Any, seen: set[int]) -> list[str]:
     return [found for part in held for found in _captured(*part, seen)]
 
 
-class _Remat(torch.autograd.Function):
+class _Remat(Function):
     """(fn, axes still to bind, number of tensors, *tensors, *the axes' rank indices) -> fn(*tensors)."""
 
     @staticmethod

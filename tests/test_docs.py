@@ -6,10 +6,12 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import fcp
+from fcp import pytree
 
 FUNCTIONS = [
     name
@@ -20,7 +22,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 MODULES = [
     "fcp",
     *(f"fcp.{name}" for name in ("pytree", "collectives", "masks", "kernels")),
-    *(f"fcp.{name}" for name in ("_simulate", "_transform", "_compare", "_attention")),
+    *(f"fcp.{name}" for name in ("_simulate", "_transform", "_compare", "_attention", "_launch")),
 ]
 
 
@@ -64,10 +66,13 @@ def test_the_examples_are_found() -> None:
 def test_the_code_of_the_readme_runs() -> None:
     """A first example that its reader cannot run."""
     blocks = README.read_text().split("```python\n")[1:]
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {"__name__": "__main__"}  # as in a notebook: what it defines is sent by value
     for block in blocks:
         exec(block.split("```")[0], scope)
-    assert len(blocks) == 2 and "grads" in scope
+    assert len(blocks) == 3
+    whole = scope["model"](scope["params"], scope["batch"]).loss
+    assert fcp.relative_error(whole, scope["loss"]) < 1e-10
+    assert pytree.paths(scope["grads"]) == pytree.paths(scope["params"])
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("pytree", "typing", "_stored"),
+    ("_function", "pytree", "typing", "_stored"),
     ("axes", "trace", "masks", "loss"),
     ("_watch",),
     ("_selfcheck",),

@@ -1,6 +1,6 @@
 """ulysses: attention over the whole sequence, each rank with some of the heads (DeepSpeed-Ulysses: Jacobs et al. 2023).
 
-Queries, keys and values arrive split along the sequence; an all-to-all splits them along the heads instead, every
+Queries, keys and values arrive split along the sequence; one all-to-all splits all along the heads instead, every
 rank runs ordinary attention with the mask of the whole sequence, and a second all-to-all takes the output back. The
 mask is never cut, so packing, padding and windows are what they are without ranks.
 
@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fcp.axes import axis_size
-from fcp.collectives import all_to_all, own_slice
+from fcp.collectives import all_to_all, all_to_all_each, own_slice
 from fcp.masks import Mask
 from fcp.ops import Attention, Ops
 from fcp.sharded import Sharded, base_model, pad_to
@@ -89,14 +89,12 @@ def _exchanged(attention: Attention, axis: str, called: list[bool]) -> Attention
             raise ValueError("ulysses: attention needs the mask of the whole sequence; pass inputs.mask")
         heads = q.shape[1]
         plan = _plan(heads, k.shape[1], axis_size(axis))
-
-        def to_heads(x: Tensor) -> Tensor:
-            return all_to_all(x, axis, split_dim=1, concat_dim=2)
-
+        spread = (plan.spread_queries(q), plan.spread_keys(k), plan.spread_keys(v))
+        q, k, v = all_to_all_each(spread, axis, split_dim=1, concat_dim=2)
         out = attention(
-            to_heads(plan.spread_queries(q)),
-            to_heads(plan.spread_keys(k)),
-            to_heads(plan.spread_keys(v)),
+            q,
+            k,
+            v,
             mask,
             window=window,
             chunk=chunk,
@@ -104,7 +102,9 @@ def _exchanged(attention: Attention, axis: str, called: list[bool]) -> Attention
             softcap=softcap,
             sinks=None if sinks is None else own_slice(plan.spread_queries(sinks[None])[0], axis, dim=0),
         )
-        return plan.gather_queries(all_to_all(out, axis, split_dim=2, concat_dim=1), heads)
+        # [batch, seq, heads_local, dim] is how kernels lay it out and how the model reads it: nothing else is copied.
+        rows = all_to_all(out.transpose(1, 2), axis, split_dim=1, concat_dim=2)
+        return plan.gather_queries(rows.transpose(1, 2), heads)
 
     return exchanged
 

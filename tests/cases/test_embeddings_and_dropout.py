@@ -258,7 +258,7 @@ def test_leaves_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         fcp.sharded,
         "pvary_each",
-        lambda xs, axis: [right([x], axis)[0] if x.dim() else x for x in xs],
+        lambda xs, axis, **_: [right([x], axis)[0] if x.dim() else x for x in xs],
     )
     assert_trips(lambda: assert_same_function(awkward, sharded, params, batch), ValueError, "gradient of head.1")
 

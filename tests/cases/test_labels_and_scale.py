@@ -181,7 +181,7 @@ def test_c03_mutant_gradient(
     """R-grad notices gradients that are a number of ranks too small where the loss, and so the U-head, is right."""
     model, params = attention_toy()
     batch = batch_of(tokens(2, 8))
-    monkeypatch.setattr(fcp.sharded, "pvary_each", lambda xs, axis: [fault(x, axis) for x in xs])
+    monkeypatch.setattr(fcp.sharded, "pvary_each", lambda xs, axis, **_: [fault(x, axis) for x in xs])
     sharded = fcp.transform(model, **mesh)
     assert_loss(LN64, sharded, constant_loss(params, "head.weight"), batch)
     assert_trips(lambda: assert_same_function(model, sharded, params, batch), error, match)

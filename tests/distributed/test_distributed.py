@@ -2,45 +2,56 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tolerances import FLOAT64
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def launch(processes: int, *command: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     """Runs `command` under torchrun, with the checkout importable and one thread a rank."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if device == "cuda" and torch.cuda.device_count() < processes:
+        pytest.skip(
+            f"NCCL wants a GPU of its own for each of {processes} processes; {torch.cuda.device_count()} are here"
+        )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FCP_TEST_DEVICE": device}
     run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     return subprocess.run(
         [*run, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False
     )
 
 
-def work(processes: int, what: str, count: int, folder: Path) -> list[dict[str, Any]]:
+def work(processes: int, what: str, count: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     results = folder / "results.jsonl"
-    done = launch(processes, str(ROOT / "tests" / "distributed" / "worker.py"), what, str(count), str(results))
+    worker = str(ROOT / "tests" / "distributed" / "worker.py")
+    done = launch(processes, worker, what, str(count), str(results), device=device)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def check(processes: int, what: str, count: int, folder: Path) -> None:
-    lines = work(processes, what, count, folder)
+def check(processes: int, what: str, count: int, folder: Path, device: str) -> None:
+    lines = work(processes, what, count, folder, device)
     assert len(lines) >= max(count, 8)
     assert not [line for line in lines if not line["error"] < FLOAT64]
     assert not [line for line in lines if not line["same"]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_every_collective(processes: int, tmp_path: Path) -> None:
+def test_every_collective(processes: int, device: str, tmp_path: Path) -> None:
     """A process rule that lays out, scales or routes otherwise than the simulator's, forward or backward."""
-    check(processes, "collectives", 0, tmp_path)
+    check(processes, "collectives", 0, tmp_path, device)
 
 
 def test_the_check_notices(tmp_path: Path) -> None:
@@ -50,17 +61,19 @@ def test_the_check_notices(tmp_path: Path) -> None:
     assert "all_to_all over a" not in wrong
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("processes", "count"), [(2, 16), (4, 10)])
-def test_grid_sample(processes: int, count: int, tmp_path: Path) -> None:
+def test_grid_sample(processes: int, count: int, device: str, tmp_path: Path) -> None:
     """A transform that is right in one process and wrong between several; ranks that run other collectives."""
-    check(processes, "grid", count, tmp_path)
+    check(processes, "grid", count, tmp_path, device)
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_grid_all(processes: int, tmp_path: Path) -> None:
+def test_grid_all(processes: int, device: str, tmp_path: Path) -> None:
     """Every case of the grid whose mesh has this many ranks."""
-    check(processes, "grid", -1, tmp_path)
+    check(processes, "grid", -1, tmp_path, device)
 
 
 @pytest.mark.parametrize(("processes", "what", "count"), [(2, "shards", 8), (4, "shards", 15), (4, "checkpoints", 3)])
@@ -107,6 +120,22 @@ def test_command_line() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("cp=2 on processes: ") == 1
     assert "equal within 1e-10" in done.stdout
+
+
+def test_command_line_on_two_nodes() -> None:
+    """Ranks that find each other on one machine only."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "two")
+    run = (*run, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+    check = ("-m", "fcp", "check", "models.llama:tiny", "--cp", "2", "--seq", "12", "--distributed")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen([*run, *check], env=env, cwd=ROOT, **pipes) for _ in range(2)]
+    said = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "".join(out for out, _ in said).count("cp=2 on processes: ") == 1
 
 
 def test_command_line_refuses_on_every_rank() -> None:

@@ -7,6 +7,7 @@ case to RESULTS: the largest error over all ranks, and whether all ranks ran the
 import gc
 import json
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from tests.grid import Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
 
 Result = tuple[str, float, bool]
+DEVICE = os.environ.get("FCP_TEST_DEVICE", "cpu")
 MORE_ROWS = ({"dp": 2, "cp": 2}, {"dp": 2, "fsdp": 2})
 """Meshes of 4 that the grid, whose batch has 2 rows, does not hold."""
 # The grid's own {"cp": 2, "fsdp": 2} is a mesh whose dimensions are in another order than the simulator's axes.
@@ -47,7 +49,10 @@ def grid(chosen: list[Case]) -> Iterator[Result]:
 def one(
     name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, int], expected: fcp.Output, grads: Any
 ) -> Result:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    params, inputs, expected, grads = (
+        pytree.map(lambda x: x.to(DEVICE), each) for each in (params, dict(inputs), expected, grads)
+    )
     here = fcp.transform(model, mesh=mesh, **sizes)
     simulated = fcp.transform(model, **sizes)
     with fcp.record() as ran:
@@ -90,15 +95,17 @@ def collectives() -> Iterator[Result]:
     """Every collective over one axis and over the product of two: value, gradient and trace of the simulator."""
     world = dist.get_world_size()
     meshes = [{"a": world}] if world == 2 else [{"a": 4}, {"a": 2, "b": 2}]
-    x = torch.randn(8, 3 * 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, 3 * 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for sizes in meshes:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         axis: Any = "a" if len(sizes) == 1 else ("a", "b")
         for name, collective in UNARY.items():
 
             def fn(x: torch.Tensor, collective: Any = collective, axis: Any = axis) -> torch.Tensor:
                 y = collective(fcp.shard(x, axis, dim=0), axis)
-                weight = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)  # no two entries alike
+                weight = torch.cos(torch.arange(y.numel(), dtype=y.dtype, device=y.device)).view_as(
+                    y
+                )  # no two entries alike
                 return (torch.sin(y) * weight).sum()
 
             with fcp.record() as ran:
@@ -180,7 +187,9 @@ KINDS: dict[str, Callable[[], Iterator[Result]]] = {
 def main() -> None:
     what, count, results = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     world = dist.get_world_size()
     fitting = [
         case for case in (cases() if count < 0 else sample(10**6)) if math.prod(dict(case.mesh).values()) == world
