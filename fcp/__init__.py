@@ -45,7 +45,7 @@ from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq
 from fcp.transforms._ulysses import ulysses
-from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params, Replicated, Rule, Rules, Shared, Split
+from fcp.typing import IGNORED, Expert, Inputs, ModelFn, Output, Params, Replicated, Rule, Rules, Shared, Split
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "IGNORED",
     "LOCAL",
     "Event",
+    "Expert",
     "Inputs",
     "Kernel",
     "Mask",

@@ -39,13 +39,14 @@ def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
             inputs,
             **{
                 name: pytree.map(lambda x: shard(x, axis, dim=0), getattr(inputs, name))
-                for name in ("tokens", "embeds", "positions", "targets", "mask")
+                for name in ("tokens", "embeds", "positions", "targets", "mask", "real")
             },
         )
-        out = inner(params, local, ops)
+        out = inner(params, local, replace(ops, total=lambda x: psum(ops.total(x), axis)))
         return Output(
             loss=None if out.loss is None else psum(out.loss, axis),
             logits=None if out.logits is None else unshard(out.logits, axis, dim=0),
+            statistics=out.statistics,
         )
 
     return Sharded(model_fn, f"shard_batch({axis})", run, add_varying(axis))

@@ -51,13 +51,14 @@ def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
             padded,
             **{
                 name: pytree.map(lambda x: shard(x, axis, dim=1), getattr(padded, name))
-                for name in ("tokens", "embeds", "positions", "targets")
+                for name in ("tokens", "embeds", "positions", "targets", "real")
             },
         )
-        out = inner(params, local, ops)
+        out = inner(params, local, replace(ops, total=lambda x: psum(ops.total(x), axis)))
         return Output(
             loss=None if out.loss is None else psum(out.loss, axis),
             logits=None if out.logits is None else unshard(out.logits, axis, dim=1)[:, :seq],
+            statistics=out.statistics,
         )
 
     return Sharded(model_fn, f"shard_seq({axis})", run, add_varying(axis))
@@ -102,6 +103,7 @@ def _pad(inputs: Inputs, size: int, pad_token: int, num_positions: int | None) -
             valid=pad(mask.valid, False),
             consecutive=mask.consecutive,
         ),
+        real=pad(torch.ones_like(inputs.positions, dtype=torch.bool) if inputs.real is None else inputs.real, False),
     )
 
 
