@@ -41,6 +41,7 @@ from fcp.ops import LOCAL, Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Sharded
 from fcp.trace import Event, record
+from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq
@@ -78,6 +79,7 @@ __all__ = [
     "axis_size",
     "compare",
     "distribute",
+    "experts",
     "kernels",
     "linear",
     "masks",

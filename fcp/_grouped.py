@@ -27,7 +27,7 @@ from torch.nn.functional import grouped_mm
 from fcp.axes import bare
 from fcp.typing import Params
 
-__all__ = ["ExpertFn", "Project", "lengths", "run_experts"]
+__all__ = ["ExpertFn", "Project", "join_rows", "lengths", "run_experts", "run_sorted", "sort_rows"]
 
 Project = Callable[..., Tensor]
 """(rows [rows, in], weight [experts, out, in], bias [experts, out] or None) -> [rows, out], each row by its expert."""
@@ -45,19 +45,41 @@ def run_experts(
     num_experts: int,
 ) -> Float[Tensor, "tokens hidden"]:
     """y_t = sum over choices j of weights_tj * fn_e(x_t) with e = indices_tj, in x's dtype."""
+    counts = lengths(indices.reshape(-1), num_experts)
+    rows, place = sort_rows(x, indices, sum(counts))
+    expert = torch.repeat_interleave(torch.arange(num_experts), torch.tensor(counts)).to(x.device)
+    return join_rows(fn(rows, params, _projector(expert, counts)), weights, place).to(x.dtype)
+
+
+def sort_rows(
+    x: Float[Tensor, "tokens hidden"], indices: Int[Tensor, "tokens k"], num_rows: int
+) -> tuple[Float[Tensor, "rows hidden"], Int[Tensor, "tokens k"]]:
+    """One row for each of the `num_rows` choices that name an expert, sorted by it; and where each choice's row is.
+
+    A choice that is none has its place past the last row.
+    """
     flat = indices.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    ends = lengths(flat, num_experts)
-    none = flat.numel() - sum(ends)
-    order = order[none:]  # choices below 0 come first
-    rows = _Spread.apply(x, order, indices.shape[1])
-    out = fn(rows, params, _projector(flat[order], ends))
-    # The row of each (token, choice); a choice that is none reads a row of zeros at the end.
-    place = torch.full_like(flat, order.numel()) if none else torch.empty_like(flat)
-    place = place.index_copy(0, order, torch.arange(order.numel(), device=flat.device))
-    if none:
-        out = torch.cat([out, out.new_zeros(1, out.shape[1])])
-    return _Join.apply(out, weights, place.view_as(indices)).to(x.dtype)
+    order = torch.argsort(flat, stable=True)[flat.numel() - num_rows :]  # choices below 0 come first
+    place = torch.full_like(flat, num_rows).index_copy(0, order, torch.arange(num_rows, device=flat.device))
+    return _Spread.apply(x, order, indices.shape[1]), place.view_as(indices)
+
+
+def join_rows(
+    rows: Float[Tensor, "rows hidden"], weights: Float[Tensor, "tokens k"], place: Int[Tensor, "tokens k"]
+) -> Float[Tensor, "tokens hidden"]:
+    """y_t = sum over choices j of weights_tj * rows[place_tj], in the wider dtype; the row past the last is zero."""
+    if rows.shape[0] < place.numel():
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return _Join.apply(rows, weights, place)
+
+
+def run_sorted(
+    rows: Float[Tensor, "rows hidden"], expert: Int[Tensor, " rows"], counts: list[int], params: Params, fn: ExpertFn
+) -> Float[Tensor, "rows hidden"]:
+    """fn on rows in any order, each with its `expert`, `counts` of each; gives them in the order in which they came."""
+    order = torch.argsort(expert, stable=True)
+    out = fn(_Spread.apply(rows, order, 1), params, _projector(expert.index_select(0, order), counts))
+    return _Spread.apply(out, torch.argsort(order), 1)
 
 
 def lengths(choices: Int[Tensor, " rows"], num_experts: int) -> list[int]:

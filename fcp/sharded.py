@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fcp import pytree
 from fcp._prepare import prepare
-from fcp.axes import axis_size, bound
+from fcp.axes import Axes, axis_size, bound, names_of
 from fcp.collectives import pvary, shard
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, ModelFn, Output, Params, Rules, Split
@@ -38,12 +38,13 @@ class Placement:
     """How one parameter lies over the axes.
 
     Attributes:
-        slices: (axis, Split) cut from the leaf, in order; the ranks compute with their slice.
-        stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use.
+        slices: (axis or axes, Split) cut from the leaf, in order; the ranks compute with their slice.
+        stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use. An axis that a
+            slice is cut along stores nothing more, so a leaf may name it in both (experts do).
         varies: the axes over whose ranks the leaf's uses differ.
     """
 
-    slices: tuple[tuple[str, Split], ...] = ()
+    slices: tuple[tuple[Axes, Split], ...] = ()
     stored: tuple[str, ...] = ()
     varies: frozenset[str] = frozenset()
 
@@ -117,7 +118,9 @@ class Sharded:
         found = {path: Placement() for path in shapes}
         for each in reversed(chain):
             found = each.place(found, shapes)
-        return found
+        return {
+            path: replace(p, stored=tuple(n for n in p.stored if n not in _cut_along(p))) for path, p in found.items()
+        }
 
     @property
     def applied(self) -> tuple[str, ...]:
@@ -134,6 +137,10 @@ class Sharded:
         return getattr(base_model(self), "rules", None)
 
 
+def _cut_along(placement: Placement) -> set[str]:
+    return {name for axis, _ in placement.slices for name in names_of(axis)}
+
+
 def base_model(fn: ModelFn) -> ModelFn:
     """The model function under all transforms."""
     while isinstance(fn, Sharded):
@@ -141,11 +148,11 @@ def base_model(fn: ModelFn) -> ModelFn:
     return fn
 
 
-def add_varying(axis: str) -> Place:
+def add_varying(axis: Axes) -> Place:
     """The statement of a transform that splits the batch over `axis`: every leaf is used differently by each rank."""
 
     def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
-        return {path: replace(p, varies=p.varies | {axis}) for path, p in placements.items()}
+        return {path: replace(p, varies=p.varies | set(names_of(axis))) for path, p in placements.items()}
 
     return place
 
@@ -155,7 +162,7 @@ def _lay(x: Tensor, placement: Placement) -> Tensor | Piece:
     accounted = set(placement.stored)
     for axis, split in placement.slices:
         x = _cut(x, axis, split)
-        accounted.add(axis)
+        accounted.update(names_of(axis))
     piece = _store(x, placement) if placement.stored else x
     rest = tuple(name for name in bound() if name in placement.varies and name not in accounted)
     unbound = sorted(placement.varies - accounted - set(rest))
@@ -164,7 +171,7 @@ def _lay(x: Tensor, placement: Placement) -> Tensor | Piece:
     return pytree.map(lambda value: pvary(value, rest), piece) if rest else piece
 
 
-def _cut(x: Tensor, axis: str, split: Split) -> Tensor:
+def _cut(x: Tensor, axis: Axes, split: Split) -> Tensor:
     size, dim = axis_size(axis), split.dim % x.dim()
     if split.vocab:
         return shard(pad_to_multiple(x, size, dim), axis, dim=dim)

@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_process",),
     ("_collective", "kernels", "_linear", "_grouped"),
     ("collectives",),
-    ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_experts"),
+    ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_experts", "_dispatch", "_ep_view"),
     ("ops", "remat", "_value_and_grad", "huggingface"),
     ("model", "sharded", "tables"),
     ("transforms",),

@@ -7,7 +7,7 @@ before anything was split, so the ranks' losses simply add up; a rank whose rows
 from dataclasses import replace
 
 from fcp import pytree
-from fcp.axes import axis_size
+from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import psum, shard, unshard
 from fcp.ops import Ops
 from fcp.sharded import Sharded, add_varying
@@ -16,7 +16,7 @@ from fcp.typing import Inputs, ModelFn, Output, Params
 __all__ = ["shard_batch"]
 
 
-def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
+def shard_batch(model_fn: ModelFn, *, axis: Axes = "dp") -> Sharded:
     """Splits the rows of the batch over `axis`: [batch, seq] to [batch_local, seq] (Li et al. 2020, section 3).
 
     Args:
@@ -49,4 +49,4 @@ def shard_batch(model_fn: ModelFn, *, axis: str = "dp") -> Sharded:
             statistics=out.statistics,
         )
 
-    return Sharded(model_fn, f"shard_batch({axis})", run, add_varying(axis))
+    return Sharded(model_fn, f"shard_batch({' x '.join(names_of(axis))})", run, add_varying(axis))

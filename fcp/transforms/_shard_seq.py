@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fcp import pytree
-from fcp.axes import axis_size
+from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import psum, shard, unshard
 from fcp.masks import Mask
 from fcp.ops import Ops
@@ -29,7 +29,7 @@ from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params
 __all__ = ["shard_seq"]
 
 
-def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
+def shard_seq(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local] (Li et al. 2021, section 3).
 
     Args:
@@ -61,7 +61,7 @@ def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
             statistics=out.statistics,
         )
 
-    return Sharded(model_fn, f"shard_seq({axis})", run, add_varying(axis))
+    return Sharded(model_fn, f"shard_seq({' x '.join(names_of(axis))})", run, add_varying(axis))
 
 
 def _pad_token(config: Any) -> int:
