@@ -122,7 +122,7 @@ class _Spread(torch.autograd.Function):
             g = g.index_select(0, torch.argsort(order))
         else:
             g = g.new_zeros(slots, g.shape[1]).index_copy(0, order, g)
-        return g.view(ctx.tokens, ctx.k, -1).sum(1), None, None
+        return g.view(ctx.tokens, ctx.k, g.shape[1]).sum(1), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Tensor, int]:

@@ -1,0 +1,185 @@
+"""Expert parallelism in the simulator: loss, logits, every gradient and the statistics are those of the function."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fcp
+from fcp import pytree
+from fcp._ep_view import check_experts, view
+from fcp.transforms import _experts as transform_file
+from models import llama, mixtral
+from tests.experts_grid import BATCH, EXPERTS, SEQ, Case, batch, cases, model_of, reference, sample
+from tests.tolerances import FLOAT64
+from tests.toys import batch_of, gradient, tokens, worst_error
+
+
+def check(case: Case, **options: Any) -> None:
+    model, params = model_of(case.family, case.routes, case.auxiliary)
+    expected, expected_grads = reference(case.family, case.routes, case.auxiliary, case.mask)
+    inputs = batch(case.mask)
+    sharded = fcp.transform(model, **dict(case.mesh), **options)
+    out = sharded(params, inputs)
+    assert fcp.relative_error(expected.loss, out.loss) < FLOAT64
+    assert fcp.relative_error(expected.logits, out.logits) < FLOAT64
+    assert torch.equal(expected.statistics["tokens_per_expert"], out.statistics["tokens_per_expert"])
+    name = "auxiliary_loss"
+    assert fcp.relative_error(expected.statistics[name], out.statistics[name]) < FLOAT64
+    assert worst_error(expected_grads, gradient(sharded, params, inputs)) < FLOAT64
+    _, grads = fcp.simulate(fcp.value_and_grad(sharded.model_fn), **sharded.axes)(params, fcp.prepare(inputs))
+    assert worst_error(expected_grads, grads) < FLOAT64
+
+
+@pytest.mark.parametrize("case", sample(24), ids=lambda case: case.name)
+def test_sample(case: Case) -> None:
+    """C-28. Tokens or gradients that miss a rank, count it twice, or are scaled; an auxiliary loss of one shard."""
+    check(case)
+
+
+@pytest.mark.parametrize("case", sample(4, seed=1), ids=lambda case: case.name)
+def test_rematerialised(case: Case) -> None:
+    """Other experts chosen when a layer is computed again."""
+    check(case, remat=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_all(case: Case) -> None:
+    """The whole grid."""
+    check(case)
+
+
+@pytest.mark.parametrize("routes", ["uneven", "all to one", "one unused"])
+def test_the_routes_are_what_they_are_called(routes: str) -> None:
+    """A grid whose special routes are three times the same; padding that is counted."""
+    expected, grads = reference("qwen2_moe", routes, False, "left pad")
+    counts = expected.statistics["tokens_per_expert"]
+    assert counts.sum(1).tolist() == [27 * (1 if routes == "all to one" else 2)] * 2
+    if routes == "all to one":
+        assert counts[:, 3].tolist() == [27, 27]
+    unused = {"uneven": None, "all to one": 4, "one unused": 5}[routes]
+    if unused is None:
+        assert counts.max() > 2 * counts.min()
+    else:
+        assert not counts[:, unused].any()
+        assert not grads["model"]["layers"][0]["mlp"]["experts"]["down_proj"][unused].any()
+
+
+def test_by_hand() -> None:
+    """C-28. An axis of its own, on one shared batch by either plan, and with other rows a rank."""
+    model, params = model_of("mixtral", "uneven", True)
+    inputs, expected = batch("plain"), reference("mixtral", "uneven", True, "plain")[1]
+    for fn in (
+        fcp.experts(model, axis="ep", plan="all_reduce"),
+        fcp.experts(model, axis="ep", shared=("ep",)),
+        fcp.shard_batch(fcp.experts(model, axis="ep"), axis="ep"),
+        fcp.experts(fcp.shard_batch(model, axis="ep"), axis="ep"),
+    ):
+        assert worst_error(expected, gradient(fcp.simulate(fn, ep=2), params, inputs)) < FLOAT64
+        _, grads = fcp.simulate(fcp.value_and_grad(fn), ep=2)(params, inputs)
+        assert worst_error(expected, grads) < FLOAT64
+
+
+@pytest.mark.parametrize("first", ["fsdp", "tp"])
+def test_names_in_any_order(first: str) -> None:
+    """Experts joined in the order in which axes are bound instead of that in which they are named."""
+    model, params = model_of("qwen2_moe", "uneven", True)
+    fn = fcp.experts(
+        fcp.shard_params(fcp.shard_batch(model, axis="fsdp"), axis="tp"), axis=("fsdp", "tp"), shared=("tp",)
+    )
+    sizes = {"fsdp": 2, "tp": 4} if first == "fsdp" else {"tp": 4, "fsdp": 2}
+    sizes["tp"] = 2
+    assert (
+        worst_error(
+            reference("qwen2_moe", "uneven", True, "plain")[1],
+            gradient(fcp.simulate(fn, **sizes), params, batch("plain")),
+        )
+        < FLOAT64
+    )
+
+
+def test_the_mean_of_the_shards_auxiliary_losses_is_another_number() -> None:
+    """Mutant: each shard's auxiliary loss by its own counts."""
+    model, params = model_of("mixtral", "uneven", True)
+    out = reference("mixtral", "uneven", True, "plain")[0]
+    parts = [model(params, batch_of(tokens(BATCH, SEQ, vocab=61)[rows, None])) for rows in range(4)]
+    mean = torch.stack([part.statistics["auxiliary_loss"] for part in parts]).mean()
+    assert fcp.relative_error(out.statistics["auxiliary_loss"], mean) > 1e-4
+
+
+def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: all-reduce whose ranks each keep what their own experts made."""
+    model, params = model_of("mixtral", "uneven", False)
+    monkeypatch.setattr(transform_file, "psum", lambda x, axis: x)
+    with pytest.raises(ValueError, match=r"varies|differs"):
+        fcp.transform(model, tp=2, ep=2, ep_plan="all_reduce")(params, batch("plain"))
+
+
+def test_tokens_that_every_rank_sends_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: tp ranks that all send the tokens that they share, so that experts compute each twice."""
+    model, params = model_of("mixtral", "uneven", False)
+    fn = fcp.experts(fcp.shard_params(model, axis="tp"), axis="tp", shared=())
+    with pytest.raises(ValueError, match="differs"):
+        fcp.simulate(fn, tp=2)(params, batch("plain"))
+
+
+def test_refusals() -> None:
+    """What cannot be split is said before anything runs, with what can."""
+    model = model_of("mixtral", "uneven", False)[0]
+    for sizes, words in (
+        ({"fsdp": 3, "ep": 3}, "ep=3 does not divide 8 experts; ep may be 1, 2, 4, 8"),
+        ({"cp": 2, "ep": 4}, "covers no whole view of fsdp=1, cp=2, tp=1.*ep may be 1, 2"),
+        ({"ep": 2}, "covers no whole view"),
+        ({"tp": 2, "cp": 3, "ep": 3}, "covers no whole view.*ep may be 1, 2, 6"),
+        ({"cp": 2, "ep": 2, "ep_plan": "all_reduce"}, "only tp ranks share tokens"),
+        ({"cp": 2, "tp": 2, "ep": 4, "ep_plan": "all_reduce"}, "only tp ranks share tokens"),
+        ({"cp": 2, "ep": 0}, "ep=0 must be a number of ranks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fcp.transform(model, **sizes)
+    with pytest.raises(ValueError, match="needs a model with experts"):
+        fcp.transform(llama.tiny(), cp=2, ep=2)
+    with pytest.raises(ValueError, match=r"no rule of .* counts experts"):
+        fcp.experts(llama.tiny())
+    with pytest.raises(ValueError, match=r"shared=\('tp',\) names an axis"):
+        fcp.experts(model, axis="ep", shared=("tp",))
+    undecided: Any = "gather"  # annotations are checked in tests, and not where a user runs
+    with pytest.raises(ValueError, match="ep_plan='gather'; it is 'dispatch' or 'all_reduce'"):
+        check_experts(model.rules, model, view({"dp": 1, "fsdp": 1, "cp": 2, "tp": 1}, 2), 2, undecided)
+
+
+def test_experts_that_the_axis_does_not_divide() -> None:
+    """C-28. Composed by hand there is no door that checks."""
+    model, params = model_of("mixtral", "uneven", False)
+    with pytest.raises(ValueError, match=r"3 ranks of .* do not divide 8 experts"):
+        fcp.simulate(fcp.experts(model, axis="ep", shared=("ep",)), ep=3)(params, batch("plain"))
+
+
+def test_storage_holds_each_expert_once() -> None:
+    """Experts copied where they should be stored in pieces: over ep by whole experts, over the rest in pieces."""
+    model, params = model_of("mixtral", "uneven", False)
+    sharded: Any = fcp.transform(model, cp=2, fsdp=4, ep=4).model_fn
+    shapes = pytree.map(lambda x: x, params)
+    with_axes = fcp.simulate(
+        lambda: fcp.psum(torch.zeros(()), ("fsdp", "fsdp_ep", "cp")) * 0 + _pieces(sharded, shapes),
+        fsdp=2,
+        fsdp_ep=2,
+        cp=2,
+    )
+    assert with_axes().item() == 1
+    assert model.config.num_local_experts == EXPERTS
+
+
+def _pieces(sharded: Any, params: Any) -> torch.Tensor:
+    found = sharded.placements(params)
+    expert = found["model.layers.0.mlp.experts.down_proj"]
+    dense = found["model.layers.0.self_attn.q_proj.weight"]
+    right = expert.slices[0][0] == ("fsdp_ep", "cp") and expert.stored == ("fsdp",)
+    return torch.tensor(float(right and dense.stored == ("fsdp", "fsdp_ep", "cp")))
+
+
+def test_the_models_that_have_no_experts_say_nothing() -> None:
+    """Statistics where there are none."""
+    model = mixtral.tiny(model_type="qwen3_moe", mlp_only_layers=(0, 1))
+    assert model(model.init(), batch_of(tokens(1, 5))).statistics is None
