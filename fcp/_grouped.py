@@ -29,6 +29,9 @@ from fcp.typing import Params
 
 __all__ = ["ExpertFn", "Project", "join_rows", "lengths", "run_experts", "run_sorted", "sort_rows"]
 
+GROUPED_ON = {"cuda"}
+"""Where torch's grouped product is one kernel. On the CPU it is a loop over segments too, and a slower one."""
+
 Project = Callable[..., Tensor]
 """(rows [rows, in], weight [experts, out, in], bias [experts, out] or None) -> [rows, out], each row by its expert."""
 
@@ -234,11 +237,15 @@ def _ends(counts: list[int], device: torch.device) -> Tensor:
 
 
 def _fits(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes these; on the CPU it is itself a loop, and one of more steps."""
-    return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[-1] % 8 == 0 and x.numel() > 0
-        for x in operands
-    )
+    """Whether torch's grouped product takes these: one dim dense, the others' strides multiples of 16 bytes."""
+    for x in operands:
+        strides = sorted((x.stride(-1), x.stride(-2)))
+        aligned = [stride * x.element_size() % 16 == 0 for stride in (*x.stride()[:-2], strides[1])]
+        if x.device.type not in GROUPED_ON or x.dtype not in (torch.bfloat16, torch.float32) or not x.numel():
+            return False
+        if strides[0] != 1 or not all(aligned) or x.data_ptr() % 16:
+            return False
+    return True
 
 
 def _one_by_one(fn: Any, size: int, in_dims: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fcp
-from fcp import pytree
+from fcp import _grouped, pytree
 from fcp._experts import experts_over
 from tests.tolerances import FLOAT64
 from tests.toys import worst_error
@@ -128,6 +128,24 @@ def test_a_jacobian() -> None:
     params, indices = arguments("uneven", batch=1, seq=3)
     expected = torch.func.jacrev(lambda p: by_token(p, indices))(params)
     assert worst_error(expected, torch.func.jacrev(lambda p: local(p, indices))(params)) < FLOAT64
+
+
+@pytest.mark.parametrize("load", ["uneven", "one unused"])
+def test_the_grouped_product_is_the_loop(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segment ends, transposes or operands handed to torch's grouped product otherwise than to the loop."""
+    x, counts = draw(24, 8, seed=1).float(), [9, 0, 15] if load == "one unused" else [5, 7, 12]
+    weight, seen = draw(3, 12, 8, seed=2).float(), []
+
+    def value(x: Tensor, weight: Tensor) -> Tensor:
+        return scalar(_grouped._Grouped.apply(x, weight, counts))
+
+    loop = torch.func.grad_and_value(value, (0, 1))(x, weight)
+    grouped_mm = _grouped.grouped_mm
+    monkeypatch.setattr(_grouped, "GROUPED_ON", {"cpu"})
+    monkeypatch.setattr(_grouped, "grouped_mm", lambda *a, **k: seen.append(1) or grouped_mm(*a, **k))
+    grouped = torch.func.grad_and_value(value, (0, 1))(x, weight)
+    assert len(seen) == 3  # the product, and its two gradients
+    assert worst_error(list(loop[0]), list(grouped[0])) < 1e-5 and fcp.relative_error(loop[1], grouped[1]) < 1e-5
 
 
 def test_refusals() -> None:

@@ -10,9 +10,9 @@ from fcp import pytree
 from fcp._ep_view import check_experts, view
 from fcp.transforms import _experts as transform_file
 from models import llama, mixtral
-from tests.experts_grid import BATCH, EXPERTS, SEQ, Case, batch, cases, model_of, reference, sample
+from tests.experts_grid import BATCH, FAMILIES, SEQ, VOCAB, Case, batch, cases, model_of, reference, sample
 from tests.tolerances import FLOAT64
-from tests.toys import batch_of, gradient, tokens, worst_error
+from tests.toys import batch_of, gradient, randomized, tokens, worst_error
 
 
 def check(case: Case, **options: Any) -> None:
@@ -66,6 +66,23 @@ def test_the_routes_are_what_they_are_called(routes: str) -> None:
         assert not grads["model"]["layers"][0]["mlp"]["experts"]["down_proj"][unused].any()
 
 
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}, {"fsdp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_without_ep(family: str, mesh: dict[str, int]) -> None:
+    """Experts that another axis splits by mistake; a window, a shared expert or a norm that is not the rank's."""
+    more: dict[str, Any] = (
+        {"sliding_window": 3}
+        if family != "qwen2_moe"
+        else {"sliding_window": 3, "layer_types": ("sliding_attention", "full_attention"), "mlp_only_layers": (1,)}
+    )
+    model = mixtral.tiny(model_type=family, vocab_size=VOCAB, output_router_logits=True, **more)
+    params, inputs = randomized(model), batch("packed")
+    sharded = fcp.transform(model, **mesh)
+    fcp.compare(model, sharded, params, inputs).assert_close()
+    _, grads = fcp.simulate(fcp.value_and_grad(sharded.model_fn), **sharded.axes)(params, fcp.prepare(inputs))
+    assert worst_error(gradient(model, params, inputs), grads) < FLOAT64
+
+
 def test_by_hand() -> None:
     """C-28. An axis of its own, on one shared batch by either plan, and with other rows a rank."""
     model, params = model_of("mixtral", "uneven", True)
@@ -88,15 +105,9 @@ def test_names_in_any_order(first: str) -> None:
     fn = fcp.experts(
         fcp.shard_params(fcp.shard_batch(model, axis="fsdp"), axis="tp"), axis=("fsdp", "tp"), shared=("tp",)
     )
-    sizes = {"fsdp": 2, "tp": 4} if first == "fsdp" else {"tp": 4, "fsdp": 2}
-    sizes["tp"] = 2
-    assert (
-        worst_error(
-            reference("qwen2_moe", "uneven", True, "plain")[1],
-            gradient(fcp.simulate(fn, **sizes), params, batch("plain")),
-        )
-        < FLOAT64
-    )
+    sizes = {"fsdp": 2, "tp": 2} if first == "fsdp" else {"tp": 2, "fsdp": 2}
+    expected = reference("qwen2_moe", "uneven", True, "plain")[1]
+    assert worst_error(expected, gradient(fcp.simulate(fn, **sizes), params, batch("plain"))) < FLOAT64
 
 
 def test_the_mean_of_the_shards_auxiliary_losses_is_another_number() -> None:
@@ -159,24 +170,17 @@ def test_experts_that_the_axis_does_not_divide() -> None:
 def test_storage_holds_each_expert_once() -> None:
     """Experts copied where they should be stored in pieces: over ep by whole experts, over the rest in pieces."""
     model, params = model_of("mixtral", "uneven", False)
-    sharded: Any = fcp.transform(model, cp=2, fsdp=4, ep=4).model_fn
-    shapes = pytree.map(lambda x: x, params)
-    with_axes = fcp.simulate(
-        lambda: fcp.psum(torch.zeros(()), ("fsdp", "fsdp_ep", "cp")) * 0 + _pieces(sharded, shapes),
-        fsdp=2,
-        fsdp_ep=2,
-        cp=2,
-    )
-    assert with_axes().item() == 1
-    assert model.config.num_local_experts == EXPERTS
+    sharded: Any = fcp.transform(model, cp=2, fsdp=4, ep=4)
+    found: dict[str, Any] = {}
 
+    def look() -> torch.Tensor:
+        found.update(sharded.model_fn.placements(params))
+        return fcp.psum(torch.zeros(()), tuple(sharded.axes))
 
-def _pieces(sharded: Any, params: Any) -> torch.Tensor:
-    found = sharded.placements(params)
-    expert = found["model.layers.0.mlp.experts.down_proj"]
-    dense = found["model.layers.0.self_attn.q_proj.weight"]
-    right = expert.slices[0][0] == ("fsdp_ep", "cp") and expert.stored == ("fsdp",)
-    return torch.tensor(float(right and dense.stored == ("fsdp", "fsdp_ep", "cp")))
+    fcp.simulate(look, **sharded.axes)()
+    experts, dense = (found[f"model.layers.0.{name}"] for name in ("mlp.experts.down_proj", "self_attn.q_proj.weight"))
+    assert [axes for axes, _ in experts.slices] == [("fsdp_ep", "cp")] and experts.stored == ("fsdp",)
+    assert dense.slices == () and dense.stored == ("fsdp", "fsdp_ep", "cp")
 
 
 def test_the_models_that_have_no_experts_say_nothing() -> None:
