@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fcp
-from fcp import pytree
 from fcp._ep_view import check_experts, view
 from fcp.transforms import _experts as transform_file
 from models import llama, mixtral
