@@ -123,6 +123,23 @@ def test_ranks_with_other_experts(inside: bool) -> None:
     assert worst_error(expected, found) < FLOAT64
 
 
+@pytest.mark.parametrize("own_tokens", [True, False])
+def test_models_that_a_caller_maps_over(own_tokens: bool) -> None:
+    """A caller's own vmap, two deep, over models with experts of their own: choices that count another model's."""
+    params, indices = arguments("some choose none")
+    several = pytree.map(
+        lambda leaf: torch.stack([torch.stack([leaf * (1 + i + 3 * j) for i in range(3)]) for j in range(2)]), params
+    )
+    if not own_tokens:
+        several = {**several, "x": params["x"], "weights": params["weights"]}
+    dims: Any = {"x": 0 if own_tokens else None, "weights": 0 if own_tokens else None, "experts": 0}
+    found = torch.func.vmap(torch.func.vmap(lambda p: local(p, indices), (dims,)), (dims,))(several)
+    for j in range(2):
+        for i in range(3):
+            one = {n: pytree.map(lambda x, j=j, i=i: x[j, i], t) if dims[n] == 0 else t for n, t in several.items()}
+            assert fcp.relative_error(by_token(one, indices), found[j, i]) < FLOAT64
+
+
 def test_a_jacobian() -> None:
     """A gradient that a caller's own vmap runs batched."""
     params, indices = arguments("uneven", batch=1, seq=3)

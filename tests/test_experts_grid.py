@@ -1,11 +1,13 @@
 """Expert parallelism in the simulator: loss, logits, every gradient and the statistics are those of the function."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import fcp
+from fcp import _experts as compute_file
 from fcp._ep_view import check_experts, view
 from fcp.transforms import _experts as transform_file
 from models import llama, mixtral
@@ -107,6 +109,14 @@ def test_names_in_any_order(first: str) -> None:
     sizes = {"fsdp": 2, "tp": 2} if first == "fsdp" else {"tp": 2, "fsdp": 2}
     expected = reference("qwen2_moe", "uneven", True, "plain")[1]
     assert worst_error(expected, gradient(fcp.simulate(fn, **sizes), params, batch("plain"))) < FLOAT64
+
+
+def test_an_order_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: experts joined in the order in which the axes are bound."""
+    joined = compute_file._joined
+    monkeypatch.setattr(compute_file, "_joined", lambda call, x: joined(replace(call, names=call.lead), x))
+    with pytest.raises(AssertionError):
+        test_names_in_any_order("tp")
 
 
 def test_the_mean_of_the_shards_auxiliary_losses_is_another_number() -> None:
