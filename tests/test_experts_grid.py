@@ -1,5 +1,6 @@
 """Expert parallelism in the simulator: loss, logits, every gradient and the statistics are those of the function."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +98,30 @@ def test_by_hand() -> None:
         assert worst_error(expected, gradient(fcp.simulate(fn, ep=2), params, inputs)) < FLOAT64
         _, grads = fcp.simulate(fcp.value_and_grad(fn), ep=2)(params, inputs)
         assert worst_error(expected, grads) < FLOAT64
+
+
+STEPS = {
+    "shard_seq": lambda fn: fcp.shard_seq(fn, axis="cp"),
+    "ulysses": lambda fn: fcp.ulysses(fn, axis="cp"),
+    "tp": lambda fn: fcp.shard_params(fn, axis="tp"),
+    "fsdp": lambda fn: fcp.shard_params(fn, axis=("fsdp", "cp")),
+    "shard_batch": lambda fn: fcp.shard_batch(fn, axis="fsdp"),
+    "experts": lambda fn: fcp.experts(fn, axis=("cp", "tp"), shared=("tp",)),
+}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(STEPS))[::131], ids="-".join)
+def test_any_order_of_transforms(order: tuple[str, ...]) -> None:
+    """Experts stored over an axis that already has them apart, or tokens split before they are whole, in one order."""
+    model, params = model_of("qwen2_moe", "uneven", True)
+    fn: Any = model
+    for step in order:
+        fn = STEPS[step](fn)
+    expected = reference("qwen2_moe", "uneven", True, "packed")[1]
+    sizes = {"fsdp": 2, "cp": 2, "tp": 2}
+    assert worst_error(expected, gradient(fcp.simulate(fn, **sizes), params, batch("packed"))) < FLOAT64
+    _, grads = fcp.simulate(fcp.value_and_grad(fn), **sizes)(params, batch("packed"))
+    assert worst_error(expected, grads) < FLOAT64
 
 
 @pytest.mark.parametrize("first", ["fsdp", "tp"])
