@@ -44,11 +44,12 @@ from fcp.ops import LOCAL, Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Sharded
 from fcp.trace import Event, record
+from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq
 from fcp.transforms._ulysses import ulysses
-from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params, Replicated, Rule, Rules, Shared, Split
+from fcp.typing import IGNORED, Expert, Inputs, ModelFn, Output, Params, Replicated, Rule, Rules, Shared, Split
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "IGNORED",
     "LOCAL",
     "Event",
+    "Expert",
     "Inputs",
     "Kernel",
     "LaunchError",
@@ -82,6 +84,7 @@ __all__ = [
     "axis_size",
     "compare",
     "distribute",
+    "experts",
     "kernels",
     "launch",
     "linear",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fcp._layout import Part, part_of, take
+from fcp.axes import names_of
 from fcp.sharded import Placement, pad_to
 
 if TYPE_CHECKING:  # half a second of imports that only a user of DTensors pays
@@ -53,7 +54,7 @@ def _by_dim(placement: Placement, ndim: int) -> dict[int, list[str]]:
     """The axes that cut each dim, in the order in which they do."""
     found: dict[int, list[str]] = {}
     for axis, split in placement.slices:
-        found.setdefault(split.dim % ndim, []).append(axis)
+        found.setdefault(split.dim % ndim, []).extend(names_of(axis))
     for axis in placement.stored:
         found.setdefault(0, []).append(axis)
     return found

@@ -10,7 +10,6 @@ That the arithmetic says what the collectives do is a test over every kind of pl
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcp.axes import names_of
 from fcp.sharded import Placement
 
 __all__ = ["Part", "part_of", "put", "take"]
@@ -45,7 +45,7 @@ def part_of(shape: tuple[int, ...], placement: Placement, sizes: Mapping[str, in
     ranges: list[Ranges] = [[(0, n)] for n in shape]
     lengths = list(shape)
     for axis, split in placement.slices:
-        size, rank, dim = sizes[axis], ranks[axis], split.dim % len(shape)
+        size, rank, dim = *_of_product(names_of(axis), sizes, ranks), split.dim % len(shape)
         if split.pieces is None:
             lengths[dim] = -(-lengths[dim] // size)
             ranges[dim] = _narrow(ranges[dim], rank * lengths[dim], lengths[dim])
@@ -56,12 +56,18 @@ def part_of(shape: tuple[int, ...], placement: Placement, sizes: Mapping[str, in
             lengths[dim] //= size
     whole = tuple(lengths)
     if placement.stored:
-        rank = 0
-        for axis in placement.stored:
-            rank = rank * sizes[axis] + ranks[axis]
-        lengths[0] = -(-lengths[0] // math.prod(sizes[axis] for axis in placement.stored))
+        size, rank = _of_product(placement.stored, sizes, ranks)
+        lengths[0] = -(-lengths[0] // size)
         ranges[0] = _narrow(ranges[0], rank * lengths[0], lengths[0])
     return Part(tuple(map(tuple, ranges)), tuple(lengths), whole)
+
+
+def _of_product(names: tuple[str, ...], sizes: Mapping[str, int], ranks: Mapping[str, int]) -> tuple[int, int]:
+    """The size of the product of some axes, the first slowest, and the rank's index in it."""
+    size, rank = 1, 0
+    for name in names:
+        size, rank = size * sizes[name], rank * sizes[name] + ranks[name]
+    return size, rank
 
 
 def _narrow(ranges: Ranges, start: int, length: int) -> Ranges:

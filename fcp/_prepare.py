@@ -92,6 +92,7 @@ def prepare(batch: Inputs | Mapping[str, Any]) -> Inputs:
         mask=mask,
         num_targets=torch.as_tensor(num_targets, dtype=torch.int64, device=lead.device).reshape(()),
         num_positions=positions.max() + 1,
+        real=valid,
     )
 
 

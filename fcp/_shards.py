@@ -22,7 +22,7 @@ from fcp._dtensor import from_dtensor, to_dtensor
 from fcp._layout import Part, part_of, put, take
 from fcp._process import group_of
 from fcp._watch import collective
-from fcp.sharded import Placement, Shapes, piece_of
+from fcp.sharded import Placement, Shapes, cut_along, piece_of
 
 __all__ = ["cut", "from_dtensors", "join", "lay", "to_dtensors"]
 
@@ -84,7 +84,7 @@ def from_dtensors(dtensors: Any, placements: Placements, shapes: Shapes, mesh: A
 def _whole(x: Tensor, placement: Placement, shape: tuple[int, ...], mesh: Any, to: int | None) -> Tensor | None:
     """One leaf, put together from its shards, on every rank or on the rank `to`; None elsewhere."""
     sizes, mine = _sizes(mesh), _ranks(mesh)
-    over = {*placement.stored, *(axis for axis, _ in placement.slices)}
+    over = {*placement.stored, *cut_along(placement)}
     names = tuple(name for name in mesh.mesh_dim_names if name in over and sizes[name] > 1)
     if not names:
         return x.clone() if to is None or dist.get_rank() == to else None

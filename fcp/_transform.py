@@ -16,11 +16,14 @@ from typing import Any, Literal, cast
 
 import torch
 
+from fcp._ep_view import EpView, check_experts, view
 from fcp._transformed import Transformed
+from fcp.axes import Axes
 from fcp.kernels import registered
 from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Placement, Shapes, Sharded, base_model
+from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import indivisible, shard_params
 from fcp.transforms._shard_seq import shard_seq
@@ -37,6 +40,8 @@ def transform(
     tp: int = 1,
     fsdp: int = 1,
     dp: int = 1,
+    ep: int = 1,
+    ep_plan: Literal["dispatch", "all_reduce"] = "dispatch",
     remat: bool = False,
     logits: bool = True,
     kernel: str = "auto",
@@ -53,6 +58,11 @@ def transform(
         fsdp: ranks that store the parameters in pieces, over fsdp x cp, and compute different rows (`shard_params`,
             `shard_batch`).
         dp: ranks that compute different rows with whole parameters (`shard_batch`); with fsdp this is HSDP.
+        ep: ranks that share the experts, a view of fsdp x cp x tp with the fastest names first (`experts`); the rest of
+            that product stores each expert in pieces. An axis that ep covers in part is split: of fsdp=4 under ep=2,
+            `axes` names fsdp=2 and fsdp_ep=2.
+        ep_plan: "dispatch" sends tokens to the ranks of their experts; "all_reduce" sums what each rank's experts make
+            of tokens that tp ranks share (ep equal to tp).
         remat: recompute each layer in backward instead of keeping what it computed.
         logits: False leaves `Output.logits` None.
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
@@ -66,8 +76,9 @@ def transform(
 
     Raises:
         ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
-            layers do not divide by; an unknown kernel; a model with dropout; a model that was transformed already; a
-            mesh of other names or sizes; rows of its own where no process is handed any.
+            layers do not divide by; ep without experts, one that does not divide them, covers no whole view, or whose
+            plan needs tokens that are not shared; an unknown kernel; a model with dropout; a model that was transformed
+            already; a mesh of other names or sizes; rows of its own where no process is handed any.
 
     >>> import fcp, torch
     >>> from models import llama
@@ -81,31 +92,51 @@ def transform(
     True
     """
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
-    _validate(model_fn, sizes, kernel)
-    own = _validate_rows(rows, sizes, mesh)
+    _validate(model_fn, {**sizes, "ep": ep}, kernel)
+    split = _validate_rows(rows, sizes, mesh)
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
+    group = view(sizes, ep)
+    check_experts(getattr(base_model(model_fn), "rules", None), base_model(model_fn), group, ep, ep_plan)
     if mesh is not None:
         _validate_mesh(mesh, sizes)
+        mesh = _split_mesh(mesh, group)
+    parts = group.parts
     fn = model_fn if logits else _drop_logits(model_fn)
     if tp > 1:
         fn = shard_params(fn, axis="tp")
+    order = tuple(group.sizes) if mesh is None else mesh.mesh_dim_names  # several axes of a mesh are named in its order
+    if ep > 1:
+        names = tuple(name for name in order if name in group.names)
+        fn = experts(fn, axis=names, plan=ep_plan, shared=tuple(name for name in names if name == "tp"))
     if fsdp > 1:
-        order = sizes if mesh is None else mesh.mesh_dim_names  # several axes of a mesh are named in its order
-        stored = tuple(name for name in order if name in ("fsdp", "cp") and sizes[name] > 1)
+        stored = tuple(name for name in order if name in parts["fsdp"] + parts["cp"] and group.sizes[name] > 1)
         fn = shard_params(fn, axis=stored, how="gather")
     if cp > 1:
-        fn = shard_seq(ulysses(fn, axis="cp"), axis="cp")
+        fn = shard_seq(ulysses(fn, axis=_one(parts["cp"])), axis=_one(parts["cp"]))
     for axis in ("fsdp", "dp"):
         if sizes[axis] > 1:
-            fn = shard_batch(fn, axis=axis, rows=rows)
+            fn = shard_batch(fn, axis=_one(parts[axis]), rows=rows)
     if reduce_dtype is not None:
         fn = _sum_in(fn, reduce_dtype)
     if remat:
         fn = _remat_layers(fn)  # outside of the gathers: what is computed again does not gather again
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
-    return Transformed(fn, {name: size for name, size in sizes.items() if size > 1}, mesh, own)
+    own = tuple(name for axis in split for name in parts[axis])
+    return Transformed(fn, {name: size for name, size in group.sizes.items() if size > 1}, mesh, own)
+
+
+def _one(names: tuple[str, ...]) -> Axes:
+    return names[0] if len(names) == 1 else names
+
+
+def _split_mesh(mesh: Any, group: EpView) -> Any:
+    """The mesh with every axis that the expert group covers in part as two dimensions."""
+    for name, parts in group.parts.items():
+        if len(parts) > 1:
+            mesh = mesh._unflatten(name, tuple(group.sizes[part] for part in parts), parts)
+    return mesh
 
 
 def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:

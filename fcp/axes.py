@@ -28,6 +28,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "bare",
+    "batched",
     "bind",
     "bound",
     "differentiated_inside",
@@ -135,6 +136,11 @@ def bare(x: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x
+
+
+def batched(x: Tensor) -> bool:
+    """Whether any vmap level, an axis's or a caller's own, gives `x` a dim that is not seen here."""
+    return bool(_batched_levels(x))
 
 
 def _batched_levels(x: Tensor) -> set[int]:

@@ -56,6 +56,8 @@ from fcp.typing import Inputs, Params
 __all__ = ["main"]
 
 AXES = ("dp", "fsdp", "cp", "tp")
+SIZES = (*AXES, "ep")
+"""What a mesh may say; ep has no ranks of its own."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LARGEST_PICTURE = 400
 
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("target", metavar="TARGET", help="module:attribute, a Model or a function that makes one (models.llama:tiny)")
     for axis, what in zip(AXES, ("rows", "rows, parameters in pieces", "the sequence", "each matrix"), strict=True):
         add(f"--{axis}", type=_count, metavar="N", help=f"ranks that split {what}")
+    add("--ep", type=_count, metavar="N", help="of these ranks, how many share the experts")
+    add("--ep-plan", choices=("dispatch", "all_reduce"), default="dispatch", help="how tokens meet experts (dispatch)")
     add("--mesh", type=_mesh, action="append", default=[], metavar="cp=N,tp=N", help="a whole mesh; may be repeated")
     add("--remat", action="store_true", help="recompute each layer in backward")
     add("--checkpoint", metavar="PATH", help="a folder or .gguf file that TARGET, a module, reads with its load()")
@@ -163,8 +167,8 @@ def _mesh(text: str) -> dict[str, int]:
         axis, equals, size = part.strip().partition("=")
         if not equals:
             raise argparse.ArgumentTypeError(f"{text!r} must be axis=ranks joined by commas, as cp=2,tp=2")
-        if axis not in AXES:
-            raise argparse.ArgumentTypeError(f"unknown mesh axis {axis!r}; known are {', '.join(AXES)}")
+        if axis not in SIZES:
+            raise argparse.ArgumentTypeError(f"unknown mesh axis {axis!r}; known are {', '.join(SIZES)}")
         if axis in sizes:
             raise argparse.ArgumentTypeError(f"{text!r} names {axis} twice")
         sizes[axis] = _count(size)
@@ -203,7 +207,7 @@ def _check_on(
         with step(f"reading {_source(args)}"):
             model, make_params = _read(args, dtype)
             sharded = [
-                transform(model, remat=args.remat, mesh=mesh, **cast(Any, sizes))
+                transform(model, remat=args.remat, mesh=mesh, ep_plan=args.ep_plan, **cast(Any, sizes))
                 for mesh, sizes in zip(ranks, meshes, strict=True)
             ]
             inputs = prepare(_batch(args, _sizes(meshes, args.batch), model, text))
@@ -254,10 +258,10 @@ def _ranks(args: argparse.Namespace, meshes: list[dict[str, int]]) -> Iterator[l
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("--distributed needs a launcher: torchrun --nproc-per-node N -m fcp check ... --distributed")
     world = int(os.environ["WORLD_SIZE"])
-    wrong = [sizes for sizes in meshes if math.prod(sizes.values()) != world or world == 1]
+    wrong = [sizes for sizes in meshes if _ranks_of(sizes) != world or world == 1]
     if wrong:
         raise ValueError(
-            f"--distributed: {wrong[0]} is a mesh of {math.prod(wrong[0].values())} ranks, and the launcher started "
+            f"--distributed: {wrong[0]} is a mesh of {_ranks_of(wrong[0])} ranks, and the launcher started "
             f"{world} processes; start as many as the mesh has ranks, 2 or more"
         )
     with process_group(args.timeout, "gloo"):
@@ -270,6 +274,10 @@ def _ranks(args: argparse.Namespace, meshes: list[dict[str, int]]) -> Iterator[l
                 stack.enter_context(contextlib.redirect_stdout(silence))
                 stack.enter_context(contextlib.redirect_stderr(silence))
             yield made
+
+
+def _ranks_of(sizes: dict[str, int]) -> int:
+    return math.prod(size for name, size in sizes.items() if name in AXES)
 
 
 def _on_every_rank(equal: bool, args: argparse.Namespace) -> bool:
@@ -285,7 +293,7 @@ def _on_every_rank(equal: bool, args: argparse.Namespace) -> bool:
 
 
 def _meshes(args: argparse.Namespace) -> list[dict[str, int]]:
-    given = {axis: size for axis in AXES if (size := getattr(args, axis)) is not None}
+    given = {axis: size for axis in SIZES if (size := getattr(args, axis)) is not None}
     if given and args.mesh:
         raise ValueError(f"--{next(iter(given))} and --mesh say the same; write the whole mesh as --mesh cp=2,tp=2")
     # Nothing said: the least that is a check.

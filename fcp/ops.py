@@ -16,12 +16,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fcp._attention import attention
+from fcp._experts import experts
+from fcp._grouped import ExpertFn
 from fcp._linear import linear
 from fcp.loss import token_losses
 from fcp.masks import Mask
 from fcp.typing import Params
 
-__all__ = ["LOCAL", "Attention", "Loss", "Ops"]
+__all__ = ["LOCAL", "Attention", "Experts", "Loss", "Ops"]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @runtime_checkable
@@ -48,6 +54,11 @@ class Loss(Protocol):
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
+@runtime_checkable
+class Experts(Protocol):
+    def __call__(self, x: Tensor, weights: Tensor, indices: Tensor, params: Params, fn: ExpertFn) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Ops:
     """The operations that a model asks for.
@@ -64,6 +75,11 @@ class Ops:
         layer: (fn, layer_params, *args) -> fn(layer_params, *args), with every parameter of the model consumed in one
             of these calls: it is where sharded parameters are gathered and where a layer is rematerialised. `args` are
             pytrees; what `fn` closes over must be no tensor.
+        experts: as `fcp._experts.experts`: x [batch, seq, hidden], weights and indices [batch, seq, k], a pytree of
+            expert parameters [experts, ...], and what an expert does to a row; gives [batch, seq, hidden]. `indices`
+            count all experts, whichever rank holds them. Call it outside `enter` and `leave`.
+        total: the sum, over all ranks that hold other tokens, of a quantity that was summed over the tokens here (how
+            many chose an expert, say); the identity alone.
     """
 
     attention: Attention
@@ -72,10 +88,8 @@ class Ops:
     embed: Callable[[Tensor, Tensor], Tensor]
     loss: Loss
     layer: Callable[..., Any]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    experts: Experts
+    total: Callable[[Tensor], Tensor]
 
 
 def _embed(ids: Int[Tensor, "batch seq"], table: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "batch seq hidden"]:
@@ -98,5 +112,7 @@ def _layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
     return fn(layer_params, *args)
 
 
-LOCAL = Ops(attention=attention, enter=_same, leave=_same, embed=_embed, loss=_loss, layer=_layer)
+LOCAL = Ops(
+    attention=attention, enter=_same, leave=_same, embed=_embed, loss=_loss, layer=_layer, experts=experts, total=_same
+)
 """Everything on one device."""

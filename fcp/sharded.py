@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fcp import pytree
 from fcp._prepare import prepare
-from fcp.axes import axis_size, bound
+from fcp.axes import Axes, axis_size, bound, names_of
 from fcp.collectives import pvary_each, shard
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, ModelFn, Output, Params, Rules, Split
@@ -35,6 +35,7 @@ __all__ = [
     "Sharded",
     "add_varying",
     "base_model",
+    "cut_along",
     "mark_varying",
     "pad_to",
     "pad_to_multiple",
@@ -52,13 +53,14 @@ class Placement:
     """How one parameter lies over the axes.
 
     Attributes:
-        slices: (axis, Split) cut from the leaf, in order; the ranks compute with their slice.
-        stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use.
+        slices: (axis or axes, Split) cut from the leaf, in order; the ranks compute with their slice.
+        stored: the axes over which dim 0 of that slice is stored in equal pieces and gathered for use. An axis that a
+            slice is cut along stores nothing more, so a leaf may name it in both (experts do).
         varies: the axes over whose ranks the leaf's uses differ.
         sum_dtype: the dtype in which the ranks' gradients are summed; None for the leaf's own.
     """
 
-    slices: tuple[tuple[str, Split], ...] = ()
+    slices: tuple[tuple[Axes, Split], ...] = ()
     stored: tuple[str, ...] = ()
     varies: frozenset[str] = frozenset()
     sum_dtype: torch.dtype | None = None
@@ -133,7 +135,9 @@ class Sharded:
         found = {path: Placement() for path in shapes}
         for each in reversed(chain):
             found = each.place(found, shapes)
-        return found
+        return {
+            path: replace(p, stored=tuple(n for n in p.stored if n not in cut_along(p))) for path, p in found.items()
+        }
 
     @property
     def applied(self) -> tuple[str, ...]:
@@ -150,6 +154,11 @@ class Sharded:
         return getattr(base_model(self), "rules", None)
 
 
+def cut_along(placement: Placement) -> set[str]:
+    """The axes along which slices are cut from the leaf."""
+    return {name for axis, _ in placement.slices for name in names_of(axis)}
+
+
 def base_model(fn: ModelFn) -> ModelFn:
     """The model function under all transforms."""
     while isinstance(fn, Sharded):
@@ -157,11 +166,11 @@ def base_model(fn: ModelFn) -> ModelFn:
     return fn
 
 
-def add_varying(axis: str) -> Place:
+def add_varying(axis: Axes) -> Place:
     """The statement of a transform that splits the batch over `axis`: every leaf is used differently by each rank."""
 
     def place(placements: dict[str, Placement], shapes: Shapes) -> dict[str, Placement]:
-        return {path: replace(p, varies=p.varies | {axis}) for path, p in placements.items()}
+        return {path: replace(p, varies=p.varies | set(names_of(axis))) for path, p in placements.items()}
 
     return place
 
@@ -196,7 +205,7 @@ def mark_varying(local: Params, placements: Mapping[str, Placement]) -> Params:
 
 def _unaccounted(placement: Placement) -> tuple[str, ...]:
     """The axes over which the leaf's gradient still has to be summed."""
-    accounted = {*placement.stored, *(axis for axis, _ in placement.slices)}
+    accounted = {*placement.stored, *cut_along(placement)}
     rest = tuple(name for name in bound() if name in placement.varies and name not in accounted)
     unbound = sorted(placement.varies - accounted - set(rest))
     if unbound:
@@ -211,7 +220,7 @@ def _cut(x: Tensor, placement: Placement) -> Tensor | Piece:
     return _store(x, placement) if placement.stored else x
 
 
-def _slice(x: Tensor, axis: str, split: Split) -> Tensor:
+def _slice(x: Tensor, axis: Axes, split: Split) -> Tensor:
     size, dim = axis_size(axis), split.dim % x.dim()
     if split.vocab:
         return shard(pad_to_multiple(x, size, dim), axis, dim=dim)

@@ -13,14 +13,14 @@ A ModelFn is `(params, inputs, ops=fcp.LOCAL) -> Output(loss, logits)`: a pure f
 batch. It knows no axis. What may run in parallel it asks of `ops`. A transform takes a ModelFn and returns one.
 
 How the leaves of `params` may be split over a tensor-parallel axis is data too: *rules*, a mapping from path patterns
-(`model.layers.*.self_attn.q_proj.weight`) to one of the three records at the end of this file.
+(`model.layers.*.self_attn.q_proj.weight`) to one of the four records at the end of this file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fcp import pytree
@@ -29,7 +29,19 @@ if TYPE_CHECKING:
     from fcp.masks import Mask
     from fcp.ops import Ops
 
-__all__ = ["IGNORED", "Inputs", "ModelFn", "Output", "Params", "Replicated", "Rule", "Rules", "Shared", "Split"]
+__all__ = [
+    "IGNORED",
+    "Expert",
+    "Inputs",
+    "ModelFn",
+    "Output",
+    "Params",
+    "Replicated",
+    "Rule",
+    "Rules",
+    "Shared",
+    "Split",
+]
 
 Params = Any
 """A pytree of tensors (nested dicts and lists)."""
@@ -38,11 +50,25 @@ IGNORED = -100
 """The target of a token that has none (Hugging Face's value)."""
 
 
-class Output(NamedTuple):
-    """What a model gives: `loss`, a scalar (None without labels), and `logits`, [batch, seq, vocab] (or None)."""
+@pytree.node()
+@dataclass(frozen=True)
+class Output:
+    """What a model gives. It unpacks as the pair `loss, logits`.
 
-    loss: Float[Tensor, ""] | None
-    logits: Float[Tensor, "batch seq vocab"] | None
+    Attributes:
+        loss: a scalar, whatever is to be minimised (a router's auxiliary loss included); None without labels.
+        logits: [batch, seq, vocab], or None.
+        statistics: what else is known of the whole batch, by name, no gradient through it (a router's
+            `tokens_per_expert` [layers, experts], int64, and `auxiliary_loss`). The model sums over the tokens
+            by `ops.total`, so that each is the same on every rank and a transform only hands it on.
+    """
+
+    loss: Any  # Any: a pytree may hold something else in each leaf's place
+    logits: Any
+    statistics: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.loss, self.logits))
 
 
 @pytree.node()
@@ -60,6 +86,8 @@ class Inputs:
         num_targets: int64 scalar, the number of targets of the whole global batch, counted once.
         num_positions: int64 scalar, the largest position id of the whole global batch plus one (what rope scaling
             that depends on the length reads; a slice must not recompute it).
+        real: [batch, seq_local], bool, False for padding, which no statistic of tokens counts; None where every token
+            is real.
     """
 
     tokens: Int[Tensor, "batch seq_local"] | None
@@ -69,6 +97,7 @@ class Inputs:
     mask: "Mask"
     num_targets: Int[Tensor, ""]
     num_positions: Int[Tensor, ""]
+    real: Bool[Tensor, "batch seq_local"] | None = None
 
 
 @runtime_checkable
@@ -107,5 +136,12 @@ class Shared:
     """Every rank holds the whole leaf and uses it in split work (a per-head norm, say): its gradient is a sum."""
 
 
-Rule = Split | Replicated | Shared
+@dataclass(frozen=True)
+class Expert:
+    """Dim 0 of the leaf counts experts, `num` of them. It is cut along ep, and never along a tensor-parallel axis."""
+
+    num: int
+
+
+Rule = Split | Replicated | Shared | Expert
 Rules = Mapping[str, Rule]

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,7 +38,18 @@ from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
 from models._config_json import FAMILIES, fields_from_json, fields_to_json
 from models._rope import apply_rope, check_rope, rope_tables, rope_type
 
-__all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
+__all__ = [
+    "Config",
+    "attention",
+    "config_from_json",
+    "config_to_json",
+    "load",
+    "mlp",
+    "model",
+    "norm",
+    "save",
+    "tiny",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ class Config:
     Raises:
         ValueError: sizes that do not fit together, an unknown layer type or rope scaling.
     """
+
+    families: ClassVar[Mapping[str, str]] = FAMILIES
 
     model_type: str = "llama"
     vocab_size: int = 32000
@@ -76,8 +89,8 @@ class Config:
 
     def __post_init__(self) -> None:
         wrong = []
-        if self.model_type not in FAMILIES:
-            wrong.append(f"model_type {self.model_type!r} is none of {', '.join(FAMILIES)}")
+        if self.model_type not in self.families:
+            wrong.append(f"model_type {self.model_type!r} is none of {', '.join(self.families)}")
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         counts += ("num_key_value_heads", "head_dim", "max_position_embeddings")
         wrong += [f"{name} {getattr(self, name)} is below 1" for name in counts if getattr(self, name) < 1]
@@ -167,7 +180,7 @@ def _embed(ops: Ops, params: Params, tokens: Tensor) -> Tensor:
 
 
 def _head(config: Config, ops: Ops, params: Params, x: Tensor, targets: Tensor | None) -> Any:
-    return ops.loss(_norm(config, x, params["norm"]["weight"]), params["table"]["weight"], targets)
+    return ops.loss(norm(config, x, params["norm"]["weight"]), params["table"]["weight"], targets)
 
 
 def _layer(
@@ -180,13 +193,13 @@ def _layer(
     sin: Tensor,
     mask: Mask,
 ) -> Float[Tensor, "batch seq hidden"]:
-    x = x + _attention(
-        config, window, ops, params["self_attn"], _norm(config, x, params["input_layernorm"]["weight"]), cos, sin, mask
+    x = x + attention(
+        config, window, ops, params["self_attn"], norm(config, x, params["input_layernorm"]["weight"]), cos, sin, mask
     )
-    return x + _mlp(ops, params["mlp"], _norm(config, x, params["post_attention_layernorm"]["weight"]))
+    return x + mlp(ops, params["mlp"], norm(config, x, params["post_attention_layernorm"]["weight"]))
 
 
-def _attention(
+def attention(
     config: Config,
     window: int | None,
     ops: Ops,
@@ -202,12 +215,12 @@ def _attention(
     x = ops.enter(x)
     q, k, v = heads("q_proj"), heads("k_proj"), heads("v_proj")
     if config.qk_norm:
-        q, k = _norm(config, q, params["q_norm"]["weight"]), _norm(config, k, params["k_norm"]["weight"])
+        q, k = norm(config, q, params["q_norm"]["weight"]), norm(config, k, params["k_norm"]["weight"])
     out = ops.attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask, window=window)
     return _join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
 
 
-def _mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
+def mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
     x = ops.enter(x)
     return _join(ops, silu(_project(x, params["gate_proj"])) * _project(x, params["up_proj"]), params["down_proj"])
 
@@ -222,7 +235,7 @@ def _join(ops: Ops, x: Tensor, params: Params) -> Tensor:
     return x + params["bias"] if "bias" in params else x
 
 
-def _norm(
+def norm(
     config: Config, x: Float[Tensor, "*lead width"], weight: Float[Tensor, " width"]
 ) -> Float[Tensor, "*lead width"]:
     """x / rms(x) * weight over the last dim, the mean in float32 or wider (Zhang and Sennrich 2019)."""
@@ -266,16 +279,21 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
     """Parameters drawn from `seed`: normal matrices, unit norms, zero biases."""
+    return pytree.nest(draw(shapes(config), seed, config.initializer_range, dtype))
+
+
+def draw(shapes: Mapping[str, tuple[int, ...]], seed: int, std: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Each tensor by name: normal matrices, unit norms, zero biases."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    def one(name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=dtype)
         if "norm" in name:
             return torch.ones(shape, dtype=dtype)
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * config.initializer_range).to(dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(dtype)
 
-    return pytree.nest({name: draw(name, shape) for name, shape in shapes(config).items()})
+    return {name: one(name, shape) for name, shape in shapes.items()}
 
 
 def rules(config: Config) -> Rules:

@@ -105,6 +105,21 @@ def test_check_prints_a_table_and_ends_with_equal(here, capsys):
     assert lines[-1].startswith("equal within 1e-10")
 
 
+@pytest.mark.parametrize(
+    ("words", "axes", "applied"),
+    [
+        (("--cp", "2", "--ep", "2"), {"cp": 2}, "experts(cp, dispatch)"),
+        (("--mesh", "fsdp=4,ep=2"), {"fsdp": 2, "fsdp_ep": 2}, "experts(fsdp_ep, dispatch)"),
+        (("--tp", "2", "--ep", "2", "--ep-plan", "all_reduce"), {"tp": 2}, "experts(tp, all_reduce)"),
+    ],
+)
+def test_experts(words, axes, applied, here, capsys):
+    """An expert group or a plan that is read and then left out; rows that are too few for a split fsdp."""
+    status, found = checked(capsys, "models.mixtral:tiny", *words, "--seq", "8")
+    assert status == 0 and found["ok"]
+    assert found["meshes"][0]["mesh"] == axes and applied in found["meshes"][0]["applied"]
+
+
 def test_a_difference_is_status_1(here, capsys):
     """A faulty model (its positions restart on each rank) that passes."""
     status, out, errors = run(capsys, "check", "cli_targets:restarts", "--cp", "2", *SMALL)
@@ -378,7 +393,7 @@ REFUSED = {
         "'-2' must be a whole number, 1 or more",
     ),
     "a mesh of no ranks": ((*TINY, "--mesh", "cp=2,tp=0"), "'0' must be a whole number, 1 or more"),
-    "an unknown axis": ((*TINY, "--mesh", "pp=2"), "unknown mesh axis 'pp'; known are dp, fsdp, cp, tp"),
+    "an unknown axis": ((*TINY, "--mesh", "pp=2"), "unknown mesh axis 'pp'; known are dp, fsdp, cp, tp, ep"),
     "an axis twice": ((*TINY, "--mesh", "cp=2,cp=3"), "names cp twice"),
     "a mesh without sizes": ((*TINY, "--mesh", "cp"), "must be axis=ranks"),
     "a mesh and an axis": ((*TINY, "--mesh", "cp=2", "--tp", "2"), "write the whole mesh"),

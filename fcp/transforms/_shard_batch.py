@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fcp import pytree
-from fcp.axes import axis_size
+from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import psum, shard, unshard
 from fcp.ops import Ops
 from fcp.sharded import Sharded, add_varying
@@ -20,7 +20,7 @@ from fcp.typing import Inputs, ModelFn, Output, Params
 __all__ = ["shard_batch"]
 
 
-def shard_batch(model_fn: ModelFn, *, axis: str = "dp", rows: Literal["all", "own"] = "all") -> Sharded:
+def shard_batch(model_fn: ModelFn, *, axis: Axes = "dp", rows: Literal["all", "own"] = "all") -> Sharded:
     """Splits the rows of the batch over `axis`: [batch, seq] to [batch_local, seq] (Li et al. 2020, section 3).
 
     Args:
@@ -36,8 +36,8 @@ def shard_batch(model_fn: ModelFn, *, axis: str = "dp", rows: Literal["all", "ow
         raise ValueError(f"shard_batch: rows={rows!r}; it is 'all' or 'own'")
 
     def run_own(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        out = inner(params, inputs, ops)
-        return Output(None if out.loss is None else psum(out.loss, axis), out.logits)
+        out = inner(params, inputs, replace(ops, total=lambda x: psum(ops.total(x), axis)))
+        return Output(None if out.loss is None else psum(out.loss, axis), out.logits, out.statistics)
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         rows, size = inputs.positions.shape[0], axis_size(axis)
@@ -51,13 +51,15 @@ def shard_batch(model_fn: ModelFn, *, axis: str = "dp", rows: Literal["all", "ow
             inputs,
             **{
                 name: pytree.map(lambda x: shard(x, axis, dim=0), getattr(inputs, name))
-                for name in ("tokens", "embeds", "positions", "targets", "mask")
+                for name in ("tokens", "embeds", "positions", "targets", "mask", "real")
             },
         )
-        out = inner(params, local, ops)
+        out = inner(params, local, replace(ops, total=lambda x: psum(ops.total(x), axis)))
         return Output(
             loss=None if out.loss is None else psum(out.loss, axis),
             logits=None if out.logits is None else unshard(out.logits, axis, dim=0),
+            statistics=out.statistics,
         )
 
-    return Sharded(model_fn, f"shard_batch({axis})", run if rows == "all" else run_own, add_varying(axis))
+    name = f"shard_batch({' x '.join(names_of(axis))})"
+    return Sharded(model_fn, name, run if rows == "all" else run_own, add_varying(axis))

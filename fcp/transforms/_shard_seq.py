@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fcp import pytree
-from fcp.axes import axis_size
+from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import psum, shard, unshard
 from fcp.masks import Mask
 from fcp.ops import Ops
@@ -29,7 +29,7 @@ from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params
 __all__ = ["shard_seq"]
 
 
-def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
+def shard_seq(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local] (Li et al. 2021, section 3).
 
     Args:
@@ -51,16 +51,17 @@ def shard_seq(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
             padded,
             **{
                 name: pytree.map(lambda x: shard(x, axis, dim=1), getattr(padded, name))
-                for name in ("tokens", "embeds", "positions", "targets")
+                for name in ("tokens", "embeds", "positions", "targets", "real")
             },
         )
-        out = inner(params, local, ops)
+        out = inner(params, local, replace(ops, total=lambda x: psum(ops.total(x), axis)))
         return Output(
             loss=None if out.loss is None else psum(out.loss, axis),
             logits=None if out.logits is None else unshard(out.logits, axis, dim=1)[:, :seq],
+            statistics=out.statistics,
         )
 
-    return Sharded(model_fn, f"shard_seq({axis})", run, add_varying(axis))
+    return Sharded(model_fn, f"shard_seq({' x '.join(names_of(axis))})", run, add_varying(axis))
 
 
 def _pad_token(config: Any) -> int:
@@ -102,6 +103,7 @@ def _pad(inputs: Inputs, size: int, pad_token: int, num_positions: int | None) -
             valid=pad(mask.valid, False),
             consecutive=mask.consecutive,
         ),
+        real=pad(torch.ones_like(inputs.positions, dtype=torch.bool) if inputs.real is None else inputs.real, False),
     )
 
 

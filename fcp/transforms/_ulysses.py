@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcp.axes import axis_size
+from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import all_to_all, all_to_all_each, own_slice
 from fcp.masks import Mask
 from fcp.ops import Attention, Ops
@@ -26,7 +26,7 @@ from fcp.typing import Inputs, ModelFn, Output, Params
 __all__ = ["ulysses"]
 
 
-def ulysses(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
+def ulysses(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     """Replaces `Ops.attention`: moves [batch, heads, seq_local, dim] to [batch, heads_local, seq, dim] and back.
 
     (Jacobs et al. 2023, section 3.1.)
@@ -58,7 +58,7 @@ def ulysses(model_fn: ModelFn, *, axis: str = "cp") -> Sharded:
             )
         return out
 
-    return Sharded(model_fn, f"ulysses({axis})", run)
+    return Sharded(model_fn, f"ulysses({' x '.join(names_of(axis))})", run)
 
 
 _STATEFUL = {"linear", "lightning", "recurrent", "mamba", "mamba2", "ssm", "conv", "hybrid", "rwkv", "retention"}
@@ -71,7 +71,7 @@ def _layer_kinds(model: Any) -> list[str]:
     return [kind for kinds in found if isinstance(kinds, list | tuple) for kind in kinds if isinstance(kind, str)]
 
 
-def _exchanged(attention: Attention, axis: str, called: list[bool]) -> Attention:
+def _exchanged(attention: Attention, axis: Axes, called: list[bool]) -> Attention:
     def exchanged(
         q: Tensor,
         k: Tensor,

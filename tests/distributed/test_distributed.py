@@ -106,6 +106,19 @@ def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+@pytest.mark.parametrize(("processes", "count"), [(2, 8), (4, 10), (8, 8)])
+def test_experts_sample(processes: int, count: int, tmp_path: Path) -> None:
+    """Rows that come back to another token, counts that are swapped, a gradient that took the way there again."""
+    check(processes, "experts", count, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_experts_all(processes: int, tmp_path: Path) -> None:
+    """Every case of the grid of experts whose mesh has this many ranks."""
+    check(processes, "experts", -1, tmp_path)
+
+
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     """A rank that reads another row, whose text attention would join to its neighbours'; shapes that hang."""
     lines = work(2, "disagreements", 0, tmp_path)

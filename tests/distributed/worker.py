@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fcp
 from fcp import _collective, pytree
 from fcp import collectives as collectives_of
+from tests import experts_grid
 from tests.distributed import shards
 from tests.grid import Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
@@ -46,10 +47,20 @@ def grid(chosen: list[Case]) -> Iterator[Result]:
             yield one(str(sizes), model, params, rows, sizes, model(params, rows), gradient(model, params, rows))
 
 
+def experts(chosen: list[experts_grid.Case]) -> Iterator[Result]:
+    """As `grid`, with the statistics: rows that travel, and come back to where they were."""
+    for case in chosen:
+        key = (case.family, case.routes, case.auxiliary)
+        model, params = experts_grid.model_of(*key)
+        inputs, expected = experts_grid.batch(case.mask), experts_grid.reference(*key, case.mask)
+        yield one(case.name, model, params, inputs, dict(case.mesh), *expected)
+
+
 def one(
-    name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, int], expected: fcp.Output, grads: Any
+    name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, Any], expected: fcp.Output, grads: Any
 ) -> Result:
-    mesh = init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    names = tuple(name for name in sizes if name not in ("ep", "ep_plan"))
+    mesh = init_device_mesh(DEVICE, tuple(sizes[name] for name in names), mesh_dim_names=names)
     params, inputs, expected, grads = (
         pytree.map(lambda x: x.to(DEVICE), each) for each in (params, dict(inputs), expected, grads)
     )
@@ -65,6 +76,8 @@ def one(
         worst_error(grads, found),
         worst_error(grads, gradient(here, params, inputs)),
     )
+    for key, value in (expected.statistics or {}).items():
+        error = max(error, fcp.relative_error(value.double(), out.statistics[key].double()))
     return name, error, in_any_order(ran) == in_any_order(wanted)
 
 
@@ -199,7 +212,12 @@ def main() -> None:
         _collective.on_processes = lambda rules, xs, *more: (
             [x.clone() for x in xs] if rules[0].name == "psum" else right(rules, xs, *more)
         )
-    found = grid(fitting if count < 0 else fitting[:count]) if what == "grid" else KINDS[what]()
+    if what == "grid":
+        found = grid(fitting if count < 0 else fitting[:count])
+    elif what == "experts":
+        found = experts(experts_grid.sample(10**6 if count < 0 else count, ranks=world))
+    else:
+        found = KINDS[what]()
     lines = []
     for name, error, same in found:
         everyone: list[Any] = [None] * world

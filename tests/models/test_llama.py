@@ -281,6 +281,6 @@ def test_work_that_is_not_entered_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         gate = torch.nn.functional.silu(llama._project(x, params["gate_proj"]))
         return llama._join(ops, gate * llama._project(x, params["up_proj"]), params["down_proj"])
 
-    monkeypatch.setattr(llama, "_mlp", mlp)
+    monkeypatch.setattr(llama, "mlp", mlp)
     with pytest.raises(ValueError, match="differs"):
         inside(model, tp=2)(params, fcp.prepare(batch_of(tokens(2, 8))))
