@@ -9,6 +9,7 @@ import torch
 
 import fcp
 from fcp import _experts as compute_file
+from fcp import pytree
 from fcp._ep_view import check_experts, view
 from fcp.transforms import _experts as transform_file
 from models import llama, mixtral
@@ -159,6 +160,30 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(transform_file, "psum", lambda x, axis: x)
     with pytest.raises(ValueError, match=r"varies|differs"):
         fcp.transform(model, tp=2, ep=2, ep_plan="all_reduce")(params, batch("plain"))
+
+
+def test_gradients_that_are_not_summed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: C-28. All-reduce that leaves each rank its own part of the gradients of tokens and routing weights."""
+    model, params = model_of("mixtral", "uneven", False)
+    monkeypatch.setattr(transform_file, "pvary", lambda x, axis: x)
+    sharded = fcp.transform(model, tp=2, ep=2, ep_plan="all_reduce")
+    with pytest.raises(ValueError, match="differs"):
+        fcp.simulate(fcp.value_and_grad(sharded.model_fn), **sharded.axes)(params, fcp.prepare(batch("plain")))
+
+
+def test_gradients_that_are_scaled_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: C-28. Experts that divide their gradient by the ranks whose tokens they saw."""
+    model, params = model_of("mixtral", "uneven", False)
+    whole = transform_file.experts_over
+
+    def scaled(x: Any, weights: Any, indices: Any, experts: Any, fn: Any, axes: Any) -> torch.Tensor:
+        experts = pytree.map(lambda leaf: leaf / 2 + leaf.detach() / 2, experts)
+        return whole(x, weights, indices, experts, fn, axes)
+
+    monkeypatch.setattr(transform_file, "experts_over", scaled)
+    found = gradient(fcp.transform(model, cp=2, ep=2), params, batch("plain"))
+    error = worst_error(reference("mixtral", "uneven", False, "plain")[1], found)
+    assert 0.4 < error < 0.6
 
 
 def test_tokens_that_every_rank_sends_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

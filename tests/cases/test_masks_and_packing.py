@@ -222,7 +222,8 @@ def test_c11_what_the_last_rank_gets() -> None:
     batch = batch_of(torch.arange(20, 30)[None])
 
     def look(x: fcp.Inputs) -> fcp.Inputs:
-        ranks = {name: of_ranks(getattr(x, name), "cp")[:, 0] for name in ("tokens", "positions", "targets")}
+        names = ("tokens", "positions", "targets", "real")
+        ranks = {name: of_ranks(getattr(x, name), "cp")[:, 0] for name in names}
         return replace(x, **ranks)
 
     fcp.transform(inside(model, inputs=spy(seen, look)), cp=4)(params, batch)
@@ -231,6 +232,7 @@ def test_c11_what_the_last_rank_gets() -> None:
     assert got.positions[-1].tolist() == [9, 10, 11]
     assert got.targets[-2:].tolist() == [[27, 28, 29], [IGNORED] * 3]
     assert int(got.num_targets) == 9
+    assert got.real.tolist() == [[True] * 3] * 3 + [[True, False, False]]
     assert got.mask.positions.tolist() == [list(range(12))]
     keys_seen = pairs_of(got.mask)[:10].sum(0)
     assert keys_seen[10:].tolist() == [0, 0]
