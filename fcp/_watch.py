@@ -13,7 +13,8 @@ first failure. From then on
 - a process that is stuck inside of one ends within `GRACE` seconds, the same words on standard error, since nothing in
   Python can wake it; so does one that the launcher or the user told to stop (SIGTERM, SIGINT).
 
-A collective that runs into the group's timeout has a rank that never came: the one that has entered the fewest.
+A collective that takes longer than the default group's timeout has a rank that never came: the one that has entered the
+fewest. (The groups of a mesh would wait for torch's default of half an hour, whatever was asked for.)
 
 An exception that all ranks raise alike (ValueError and NameError: what callers get wrong) leaves them of use, and is
 no failure until it ends a process. What a collective costs for all this is two attributes.
@@ -112,7 +113,8 @@ class Watch:
         self.group_store = store
         self.store = store.clone()
         self.rank, self.size, self.pid = dist.get_rank(), dist.get_world_size(), os.getpid()
-        self.entered, self.last, self.inside = 0, ("", ("",)), False
+        self.entered, self.last, self.inside, self.since = 0, ("", ("",)), False, 0.0
+        self.timeout = _timeout()
         self.failure: dict[str, Any] = {}
         self.checked: set[Any] = set()  # what the self-check has found right in this group
         self.ended = threading.Event()
@@ -126,7 +128,7 @@ class Watch:
         if self.failure:
             raise self.explained(None)
         self.entered += 1
-        self.last, self.inside = (name, names), True
+        self.last, self.inside, self.since = (name, names), True, time.monotonic()
 
     def where(self) -> str:
         if not self.entered:
@@ -139,7 +141,7 @@ class Watch:
         """The error of the collective that this process is in or about to enter."""
         if isinstance(error, RankError):
             return error
-        failure = self._cause(error)
+        failure = self._cause(late=error is not None and "timed out" in str(error).lower())
         said = "" if error is None else f": {next(iter(str(error).splitlines()), '')[:300]}"
         return RankError(f"{failure['text']} (here: rank {self.rank}, {self.where()}{said})", failure["rank"])
 
@@ -157,9 +159,8 @@ class Watch:
         beat = {"host": _host(), "pid": self.pid, "entered": self.entered, "where": self.where(), "left": left}
         self.store.set(f"fcp/beat/{self.rank}", json.dumps(beat))
 
-    def _cause(self, error: BaseException | None) -> dict[str, Any]:
-        """The first failure. The watches get a moment to find it; then it is what can be seen from here."""
-        late = error is not None and "timed out" in str(error).lower()
+    def _cause(self, *, late: bool) -> dict[str, Any]:
+        """The first failure: the watches get a moment to find it, unless it is late; or what can be seen from here."""
         until = time.monotonic() + GRACE
         while not self.failure and not late and time.monotonic() < until:
             time.sleep(EVERY / 5)
@@ -200,6 +201,8 @@ class Watch:
                 beat = None
             if beat is not None and not beat["left"] and _is_gone(beat):
                 self.fail(neighbour, f"was killed or died (process {beat['pid']})", beat["where"])
+            if self.inside and not self.failure and time.monotonic() - self.since > self.timeout + EVERY:
+                self._cause(late=True)  # a group of a mesh has torch's default timeout, not the one asked for
             # Who computes raises at its next collective. Ended is who cannot: stuck in one, stalled, or told to stop.
             stuck = self.inside or (self.failure.get("stalled") and self.failure["rank"] == self.rank)
             if not told and not (self.failure and stuck):
@@ -226,6 +229,15 @@ class Watch:
             with contextlib.suppress(Exception):
                 cast(Any, stream).flush()
         os._exit(128 + told if told else 1)
+
+
+def _timeout() -> float:
+    """Seconds that the default group waits."""
+    group = dist.distributed_c10d._get_default_group()
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    except Exception:  # a backend of another make
+        return dist.default_pg_timeout.total_seconds()
 
 
 # --- is a process gone? -----------------------------------------------------------------------------------------------
