@@ -8,7 +8,8 @@ backward, every gradient. Three comparisons, each of things that take turns in o
 - expert compute alone against transformers' grouped implementation of the same experts, in time and in peak memory;
 - the simulated group of 4 against the unsharded block;
 - two processes of one thread with half of the tokens each, against the unsharded block in one process of two threads:
-  fcp's dispatch, and the two plans of transformers (its own classes, on the same local experts).
+  fcp's dispatch, and the two plans of transformers (its own classes, on the same local experts). It needs two cores
+  that nothing else uses: where they are shared, one process of two threads loses more than two of one.
 """
 
 import json
