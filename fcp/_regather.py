@@ -131,9 +131,10 @@ class Window:
         here = _Layer([self._leaf(found[index]) for index in at], self.last)
         here.use(self._following(found[at[-1]], len(at)) if at else (), backward=False)
         self.last = here
-        wholes = _Hold.apply(here, *(leaf.piece.value for leaf in here.leaves)) if at else ()
-        for index, whole in zip(at, wholes, strict=True):
-            found[index] = whole
+        for kind in by_kind([leaf.piece for leaf in here.leaves]):
+            leaves = [here.leaves[i] for i in kind]
+            for i, whole in zip(kind, _Hold.apply(leaves, *(leaf.piece.value for leaf in leaves)), strict=True):
+                found[at[i]] = whole
         out, out_spec = pytree.flatten(fn(pytree.unflatten(spec, found), *args))
         buffers = {leaf.flat.untyped_storage().data_ptr() for leaf in here.leaves}
         for index, x in enumerate(out):
@@ -168,28 +169,24 @@ class Window:
 
 
 class _Hold(Function):
-    """(layer, *pieces) -> the gathered leaves. Its backward runs when the layer's has: the adjoint of the gathers."""
+    """(leaves of one kind, *their pieces) -> the gathered leaves. Its backward, the gather's adjoint, runs when the
+    layer's has: then nothing reads the buffers any more."""
 
     @staticmethod
-    def forward(layer: _Layer, *pieces: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf.whole() for leaf in layer.leaves)
+    def forward(leaves: list[_Leaf], *pieces: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.whole() for leaf in leaves)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.layer = inputs[0]
+        ctx.leaves = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        layer: _Layer = ctx.layer
-        layer.free()
-        grads: list[Tensor] = list(gs)
-        for kind in by_kind([leaf.piece for leaf in layer.leaves]):
-            leaves = [layer.leaves[i] for i in kind]
-            padded = [pad_to(gs[i], leaf.rows, 0) for i, leaf in zip(kind, leaves, strict=True)]
-            summed = all_gather_adjoint_each(padded, leaves[0].axes, sum_dtype=leaves[0].piece.sum_dtype)
-            for index, g in zip(kind, summed, strict=True):
-                grads[index] = g
-        return None, *grads
+        leaves: list[_Leaf] = ctx.leaves
+        for leaf in leaves:
+            leaf.free()
+        padded = [pad_to(g, leaf.rows, 0) for g, leaf in zip(gs, leaves, strict=True)]
+        return None, *all_gather_adjoint_each(padded, leaves[0].axes, sum_dtype=leaves[0].piece.sum_dtype)
 
 
 class _Refill(Function):

@@ -233,7 +233,7 @@ def test_storage_holds_each_expert_once() -> None:
     found: dict[str, Any] = {}
 
     def look() -> torch.Tensor:
-        found.update(sharded.model_fn.placements(params))
+        found.update(sharded.model_fn.placements(pytree.shapes(params)))
         return fcp.psum(torch.zeros(()), tuple(sharded.axes))
 
     fcp.simulate(look, **sharded.axes)()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fcp
 from fcp import _regather, pytree
 from models import llama
+from tests import experts_grid
 from tests.grid import batch, model_of, reference
 from tests.toys import batch_of, gradient, tokens, worst_error
 
@@ -87,6 +88,22 @@ def on_shards() -> Iterator[Result]:
             ranks = math.prod(sizes[axis] for axis in SPLIT & set(sizes))
             few = kept <= (1.0 if ranks == 1 else 1.15 / ranks)  # padding, and what tp keeps whole
             yield f"{name} {sizes}: {kept:.2f}", error, few and joined(sharded, shards, params)
+    if world == 4:
+        yield from expert_shards()
+
+
+def expert_shards() -> Iterator[Result]:
+    """The same of experts, which an expert group cuts and the rest of the ranks store."""
+    model, params = experts_grid.model_of("mixtral", "uneven", True)
+    inputs = {key: torch.cat([x, x.flip(0)]) for key, x in experts_grid.batch("plain").items()}
+    expected, grads = model(params, inputs), gradient(model, params, inputs)
+    for sizes, ep in (({"cp": 2, "fsdp": 2}, 4), ({"cp": 2, "fsdp": 2}, 2), ({"fsdp": 4}, 2), ({"cp": 2, "tp": 2}, 4)):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sharded = fcp.transform(model, mesh=mesh, ep=ep, **sizes)
+        shards = sharded.shard(params)
+        out, found = fcp.value_and_grad(sharded.on_shards)(shards, inputs)
+        error = max(fcp.relative_error(expected.loss, out.loss), worst_error(grads, sharded.unshard(found)))
+        yield f"experts {sizes} ep={ep}", error, joined(sharded, shards, params)
 
 
 def regathers() -> Iterator[Result]:

@@ -76,7 +76,7 @@ def test_grid_all(processes: int, device: str, tmp_path: Path) -> None:
     check(processes, "grid", -1, tmp_path, device)
 
 
-@pytest.mark.parametrize(("processes", "what", "count"), [(2, "shards", 8), (4, "shards", 15), (4, "checkpoints", 3)])
+@pytest.mark.parametrize(("processes", "what", "count"), [(2, "shards", 8), (4, "shards", 19), (4, "checkpoints", 3)])
 def test_shards(processes: int, what: str, count: int, tmp_path: Path) -> None:
     """A shard that holds another rank's rows, or more than its own; a gradient of a shard that misses a sum."""
     lines = work(processes, what, 0, tmp_path)
@@ -106,17 +106,19 @@ def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("processes", "count"), [(2, 8), (4, 10)])
-def test_experts_sample(processes: int, count: int, tmp_path: Path) -> None:
+def test_experts_sample(processes: int, count: int, device: str, tmp_path: Path) -> None:
     """Rows that come back to another token, counts that are swapped, a gradient that took the way there again."""
-    check(processes, "experts", count, tmp_path)
+    check(processes, "experts", count, tmp_path, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.sweep
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_experts_all(processes: int, tmp_path: Path) -> None:
+def test_experts_all(processes: int, device: str, tmp_path: Path) -> None:
     """Every case of the grid of experts whose mesh has this many ranks."""
-    check(processes, "experts", -1, tmp_path)
+    check(processes, "experts", -1, tmp_path, device)
 
 
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
