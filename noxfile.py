@@ -79,7 +79,7 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session
 def distributed(session: nox.Session) -> None:
-    """The whole grid on 2 and 4 processes (gloo), and its collectives against the simulator's."""
+    """The whole grid on 2, 4 and 8 processes (gloo), its collectives against the simulator's; every fault; launches."""
     run(session, "-m", "pytest", "-q", "tests/distributed", *session.posargs, threads=1)
 
 

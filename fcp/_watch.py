@@ -309,7 +309,10 @@ def _leave() -> None:
 
 
 def _terminated(number: int, frame: Any) -> None:
-    """Stands for the default action, which the watch takes when it has found out why."""
+    """Stands for the default action, which the watch takes when it has found out why; where there is none, takes it."""
+    if _watch is None or not _watch.thread.is_alive():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _signal_within(seconds: float) -> int:

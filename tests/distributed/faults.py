@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fcp
-from fcp import _collective
+from fcp import _collective, _watch
 from models import llama
 from tests.toys import batch_of, tokens
 
@@ -166,6 +166,18 @@ def averaging() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def told_to_stop_after_the_group() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    fcp.distribute(lambda x: fcp.psum(x, "cp"), mesh)(torch.ones(3))
+    watch = _watch._watch
+    assert watch is not None
+    dist.barrier()
+    dist.destroy_process_group()
+    watch.thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
 
 
 def wait_for_ever(folder: Path) -> None:

@@ -70,7 +70,7 @@ def test_grid_sample(processes: int, count: int, device: str, tmp_path: Path) ->
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, 4, 8])
 def test_grid_all(processes: int, device: str, tmp_path: Path) -> None:
     """Every case of the grid whose mesh has this many ranks."""
     check(processes, "grid", -1, tmp_path, device)

@@ -133,6 +133,12 @@ def test_processes_do_not_outlive_their_caller(told: signal.Signals, status: str
     assert not [pid for pid in pids if runs(pid)]
 
 
+def test_a_process_without_a_group_can_be_stopped() -> None:
+    """A handler that outlives the watch which it works for: SIGTERM does nothing."""
+    with pytest.raises(fcp.LaunchError, match="a process ended without a word"):
+        fcp.launch(faults.told_to_stop_after_the_group, num_processes=2)
+
+
 def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
