@@ -1,5 +1,6 @@
 """models.gpt2: transformers' numbers, checkpoints bit for bit, and the equivalence grid."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import fcp
 from fcp import pytree
+from fcp.typing import Split
 from models import gpt2
 from tests.grid import VOCAB, batch
 from tests.tolerances import FLOAT64, PARITY_GRADIENTS, PARITY_LOGITS
@@ -89,6 +91,18 @@ def test_sample_of_the_grid(heads: int, mask: str, mesh: dict[str, int]) -> None
 def test_grid(heads: int, mask: str, mesh: dict[str, int]) -> None:
     """The whole grid of this family."""
     check(heads, mask, mesh)
+
+
+def test_a_rule_without_pieces_is_noticed() -> None:
+    """Mutant: the fused matrix cut as one, so that the first rank holds queries and half of the keys."""
+    made = gpt2.tiny(vocab_size=VOCAB)
+    whole = {
+        path: dataclasses.replace(rule, pieces=None) if isinstance(rule, Split) else rule
+        for path, rule in gpt2.rules(made.config).items()
+    }
+    params, inputs = randomized(made), batch("causal")
+    wrong = fcp.transform(dataclasses.replace(made, rules=whole), tp=2)(params, inputs)
+    assert fcp.relative_error(made(params, inputs).logits, wrong.logits) > 1e-2
 
 
 def test_positions_past_the_table_are_loud() -> None:
