@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fcp._watch import failed_here, watch_of
+from fcp._watch import explained, watch_of
 from fcp.axes import Axis, bind, bound
 
 __all__ = ["distribute"]
@@ -64,8 +64,10 @@ def distribute(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
             except (ValueError, NameError):  # what callers get wrong, all ranks alike
                 raise
             except BaseException as error:
-                failed_here(error)
-                raise
+                known = explained(error)
+                if known is error:
+                    raise
+                raise known from error
         idle = [axis for axis in axes if axis.size > 1 and not axis.used]
         if idle:
             raise ValueError(

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from fcp import pytree
-from fcp._watch import RankError, failed_here, last_words, watch_of
+from fcp._watch import RankError, explained, last_words, watch_of
 
 __all__ = ["LaunchError", "launch", "process_group"]
 
@@ -116,17 +116,17 @@ def launch(
         (folder / "call").write_bytes(payload)
         about = {"timeout": timeout, "parent": os.getpid()}
         (folder / "about.json").write_text(json.dumps(about))
-        failed = _run(folder, num_processes)
-        kept = _keep_outputs(folder, log_dir, failed)
-        if failed:
-            raise _error(folder, num_processes, kept)
+        ends = _run(folder, num_processes)
+        kept = _keep_outputs(folder, log_dir, bool(ends))
+        if ends:
+            raise _error(folder, num_processes, kept, ends)
         return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(num_processes)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(folder: Path, num_processes: int) -> bool:
-    """Runs the processes to their end; whether one failed."""
+def _run(folder: Path, num_processes: int) -> dict[int, str]:
+    """Runs the processes to their end; how those ended that failed, by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, errors
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -147,13 +147,21 @@ def _run(folder: Path, num_processes: int) -> bool:
     with _own_signals(), _environment(**set_there), _quiet():
         try:
             elastic_launch(config, sys.executable)("-c", START, str(folder))
-        except errors.ChildFailedError:
-            return True
+        except errors.ChildFailedError as failed:
+            return {rank: _how(each.exitcode) for rank, each in failed.failures.items()}
         except SignalException as told:
             if told.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + int(told.sigval)) from None
-    return False
+    return {}
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"was killed by signal {-exit_code}"
 
 
 @contextlib.contextmanager
@@ -207,17 +215,19 @@ def _keep_outputs(folder: Path, log_dir: str | Path | None, failed: bool) -> Pat
     return kept
 
 
-def _error(folder: Path, num_processes: int, kept: Path | None) -> LaunchError:
-    """Whoever failed of itself; else who was killed, which the others' errors name."""
+def _error(folder: Path, num_processes: int, kept: Path | None, ends: dict[int, str]) -> LaunchError:
+    """Whoever failed of itself; else who was killed, which the others' errors name, or else the launcher."""
     said: dict[int, dict[str, Any]] = {}
     for rank in range(num_processes):
         with contextlib.suppress(OSError, ValueError):
             said[rank] = json.loads((folder / f"error_{rank}.json").read_text())
     own = [rank for rank, each in said.items() if not each["of_another"]]
     rank = next(iter(sorted(own, key=lambda each: said[each]["time"]) or sorted(said)), -1)
-    if rank < 0:  # nobody lived to tell: the outputs may
-        tail = "".join(file.read_text()[-2000:] for file in sorted(kept.glob("rank_*.err"))) if kept else ""
-        return LaunchError(f"launch: a process ended without a word. {tail}\nOutputs: {kept}", -1, kept)
+    if rank < 0:  # nobody lived to tell; whom the launcher ended in turn got a SIGTERM
+        rank = min(ends, key=lambda each: (ends[each].endswith("SIGTERM"), each))
+        output = kept / f"rank_{rank}.err" if kept else None
+        tail = output.read_text()[-2000:] if output and output.exists() else ""
+        return LaunchError(f"launch: rank {rank} {ends[rank]}\n{tail}\nOutputs: {kept}", rank, kept)
     each = said[rank]
     text = f"launch: rank {rank} raised {each['what']}\n\n{each['trace']}\nOutputs: {kept}"
     if each["of_another"]:
@@ -247,7 +257,9 @@ def process_group(timeout: float, backend: str | None = None) -> Iterator[None]:
     except RankError:  # the group is left as it is: what is stuck in it would keep this process
         raise
     except BaseException as error:
-        failed_here(error)
+        known = explained(error)
+        if known is not error:
+            raise known from error
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()

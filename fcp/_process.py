@@ -132,9 +132,15 @@ def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
     return y
 
 
-def start_gather(x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Callable[[], None]:
-    """Issues the gather of every process's `x`, one after the other, into the flat `whole`; gives what waits for it."""
-    waiting = _gather(x, whole, group_of(mesh, names))
+def start_gather(rule: "Rule", x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Callable[[], None]:
+    """Issues the gather of every process's `x`, one after the other, into the flat `whole`; gives what waits for it.
+
+    `rule` is the row of the table that this carries out.
+    """
+    group = group_of(mesh, names)
+    with collective(rule.name, names):
+        check_once(rule, x, group, _one)
+    waiting = _gather(x, whole, group)
 
     def wait() -> None:
         with collective("all_gather", names):

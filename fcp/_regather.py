@@ -27,7 +27,7 @@ from fcp import pytree
 from fcp._function import Function
 from fcp._process import start_gather
 from fcp.axes import Axis, lookup
-from fcp.collectives import all_gather_adjoint_each
+from fcp.collectives import all_gather_adjoint_each, rows_gathered
 from fcp.sharded import Piece, pad_to
 from fcp.trace import event_of, note
 
@@ -64,7 +64,8 @@ class _Leaf:
         """Issues the gather, unless the buffer is full or being filled."""
         if not self.full and self.waiting is None:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-            self.waiting = start_gather(self.piece.value.detach(), self.flat, self.axes[0].mesh, self.piece.axes)
+            mesh, piece = self.axes[0].mesh, self.piece.value.detach()
+            self.waiting = start_gather(rows_gathered(), piece, self.flat, mesh, self.piece.axes)
 
     def use(self) -> None:
         """Waits for the gather; the buffer is full until as many calls of `free`."""

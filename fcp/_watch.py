@@ -11,15 +11,19 @@ first failure. From then on
 - a collective that fails raises `RankError`, which says who failed, how, and in which collective everybody was;
 - a process that enters another collective raises it at once;
 - a process that is stuck inside of one ends within `GRACE` seconds, the same words on standard error, since nothing in
-  Python can wake it; so does one that the launcher or the user told to stop (SIGTERM, SIGINT).
+  Python can wake it; so does one that the launcher or the user told to stop (SIGTERM, SIGINT), and, after twice as
+  long, one that has not come to a collective yet, or is in one of torch's own (a checkpoint's, say).
 
 A collective that takes longer than the default group's timeout has a rank that never came: the one that has entered the
-fewest. (The groups of a mesh would wait for torch's default of half an hour, whatever was asked for.)
+fewest, of fcp's and of those that torch counts in the default group. (The groups of a mesh would wait for torch's
+default of half an hour, whatever was asked for.) What fails is explained only if it has to do with other ranks: memory
+that runs out in the middle of a collective is this rank's own failure.
 
 An exception that all ranks raise alike (ValueError and NameError: what callers get wrong) leaves them of use, and is
 no failure until it ends a process. What a collective costs for all this is two attributes.
 
-Left out: a process on another machine that stops without its connections being closed is found by the timeout only.
+Left out: a process on another machine whose connections stay open when it stops is found by the timeout only. Where
+they close, it is the one whose watch has fallen silent.
 """
 
 import atexit
@@ -37,7 +41,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-__all__ = ["RankError", "Watch", "collective", "failed_here", "last_words", "watch_of"]
+__all__ = ["RankError", "Watch", "collective", "explained", "failed_here", "last_words", "watch_of"]
 
 EVERY = 0.25
 """Seconds between two looks."""
@@ -94,6 +98,8 @@ def collective(name: str, names: tuple[str, ...]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not _of_others(error):
+            raise
         raise watch.explained(error) from error
     finally:
         watch.inside = False
@@ -104,6 +110,26 @@ def failed_here(error: BaseException) -> None:
     if _watch is not None and not isinstance(error, RankError):
         text = next(iter(str(error).splitlines()), "")[:300]
         _watch.fail(_watch.rank, f"raised {type(error).__name__}: {text}")
+        _watch.raised = True
+
+
+def explained(error: BaseException) -> BaseException:
+    """What an exception that ends this rank's part is to be known as: the RankError behind what another rank caused.
+
+    One of this rank's own doing comes back as it is, and the others are told of it.
+    """
+    if _watch is not None and _of_others(error):
+        return _watch.explained(error)
+    failed_here(error)
+    return error
+
+
+def _of_others(error: BaseException) -> bool:
+    """Whether an error is a backend's or the store's, about ranks that are gone or late, and no more than that."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(words in said for words in ("gloo/", "connection closed", "timed out"))
+    )
 
 
 class Watch:
@@ -116,6 +142,8 @@ class Watch:
         self.entered, self.last, self.inside, self.since = 0, ("", ("",)), False, 0.0
         self.timeout = _timeout()
         self.failure: dict[str, Any] = {}
+        self.raised = False  # whether this process knows of the failure, as an exception
+        self.beats = 0
         self.checked: set[Any] = set()  # what the self-check has found right in this group
         self.ended = threading.Event()
         self.publish()
@@ -142,13 +170,16 @@ class Watch:
         if isinstance(error, RankError):
             return error
         failure = self._cause(late=error is not None and "timed out" in str(error).lower())
+        self.raised = True
         said = "" if error is None else f": {next(iter(str(error).splitlines()), '')[:300]}"
         return RankError(f"{failure['text']} (here: rank {self.rank}, {self.where()}{said})", failure["rank"])
 
-    def fail(self, rank: int, what: str, where: str | None = None, **more: Any) -> dict[str, Any]:
+    def fail(
+        self, rank: int, what: str, where: str | None = None, *, who: str | None = None, **more: Any
+    ) -> dict[str, Any]:
         """Records that `rank` failed, if nothing is recorded yet; what is recorded now."""
         if self.pid == os.getpid() and not self.failure:
-            record = {"rank": rank, "text": f"rank {rank} {what} ({where or self.where()})", **more}
+            record = {"rank": rank, "text": f"{who or f'rank {rank}'} {what} ({where or self.where()})", **more}
             try:
                 self.failure = json.loads(self.store.compare_set("fcp/failure", "", json.dumps(record)))
             except Exception:  # whoever kept the store is gone too
@@ -156,27 +187,41 @@ class Watch:
         return self.failure
 
     def publish(self, left: bool = False) -> None:
-        beat = {"host": _host(), "pid": self.pid, "entered": self.entered, "where": self.where(), "left": left}
+        self.beats += 1
+        at = {"host": _host(), "pid": self.pid, "entered": self.entered, "torch": _torch_count(), "where": self.where()}
+        beat = {**at, "left": left, "beats": self.beats}
         self.store.set(f"fcp/beat/{self.rank}", json.dumps(beat))
 
     def _cause(self, *, late: bool) -> dict[str, Any]:
         """The first failure: the watches get a moment to find it, unless it is late; or what can be seen from here."""
+        earlier = [] if late else self._all_beats()
         until = time.monotonic() + GRACE
         while not self.failure and not late and time.monotonic() < until:
             time.sleep(EVERY / 5)
         if self.failure:
             return self.failure
-        with contextlib.suppress(Exception):
-            beats = [self._beat(rank) for rank in range(self.size)]
-            for rank, beat in enumerate(beats):
-                if beat is None:
-                    return self.fail(rank, "did not come", "before any collective", stalled=True)
-                if beat["left"]:
-                    return self.fail(rank, "has ended", beat["where"])
-            last = min(range(self.size), key=lambda rank: beats[rank]["entered"])  # type: ignore[index]
-            if beats[last]["entered"] < self.entered:  # type: ignore[index]
-                return self.fail(last, "did not come", beats[last]["where"], stalled=True)  # type: ignore[index]
+        beats = self._all_beats()
+        for rank, beat in enumerate(beats):
+            if beat is not None and beat["left"]:
+                return self.fail(rank, "has ended", beat["where"])
+        for rank, (then, now) in enumerate(zip(earlier, beats, strict=False)):
+            if then is not None and now is not None and now["beats"] == then["beats"] and rank != self.rank:
+                return self.fail(rank, "was lost: its process gives no sign of life", f"last seen {now['where']}")
+        done = [(beat["entered"], beat["torch"]) if beat else (-1, -1) for beat in beats]
+        fewest = min(done, default=(0, 0))
+        behind = [rank for rank, each in enumerate(done) if each == fewest]
+        if beats and len(behind) < len(beats):
+            beat = beats[behind[0]]
+            who = f"rank {behind[0]}" if len(behind) == 1 else f"ranks {behind}"
+            where = "before any collective" if beat is None else beat["where"]
+            return self.fail(behind[0], "did not come", where, who=who, stalled=behind)
         return self.fail(self.rank, "lost its connections")
+
+    def _all_beats(self) -> list[dict[str, Any] | None]:
+        with contextlib.suppress(Exception):  # whoever kept the store is gone too
+            self.publish()
+            return [self._beat(rank) for rank in range(self.size)]
+        return []
 
     def _beat(self, rank: int) -> dict[str, Any] | None:
         key = f"fcp/beat/{rank}"
@@ -186,11 +231,7 @@ class Watch:
 
     def _look(self) -> None:
         neighbour, ends = (self.rank + 1) % self.size, None
-        while (
-            not self.ended.is_set()
-            and dist.is_initialized()
-            and dist.distributed_c10d._get_default_store() is self.group_store
-        ):
+        while not self.ended.is_set() and _default_store() is self.group_store:
             told = _signal_within(EVERY)
             try:
                 self.publish()
@@ -200,15 +241,17 @@ class Watch:
             except Exception:  # whoever keeps the store has ended; a collective that fails now says so
                 beat = None
             if beat is not None and not beat["left"] and _is_gone(beat):
-                self.fail(neighbour, f"was killed or died (process {beat['pid']})", beat["where"])
+                self.fail(neighbour, f"was killed or died (process {beat['pid']})", f"last seen {beat['where']}")
             if self.inside and not self.failure and time.monotonic() - self.since > self.timeout + EVERY:
                 self._cause(late=True)  # a group of a mesh has torch's default timeout, not the one asked for
-            # Who computes raises at its next collective. Ended is who cannot: stuck in one, stalled, or told to stop.
-            stuck = self.inside or (self.failure.get("stalled") and self.failure["rank"] == self.rank)
-            if not told and not (self.failure and stuck):
+            # Who computes raises at its next collective. Ended is who does not: stuck in one, stalled, told to stop, or
+            # for long without a word of ours (in a collective of torch's own; in a computation that is of no use).
+            stuck = self.inside or self.rank in self.failure.get("stalled", ())
+            unaware = not self.raised and self.failure.get("rank") != self.rank
+            if not told and not (self.failure and (stuck or unaware)):
                 ends = None
             elif ends is None:
-                ends = time.monotonic() + GRACE
+                ends = time.monotonic() + (GRACE if told or stuck else 2 * GRACE)
             elif time.monotonic() > ends:
                 self._end(told)
         with contextlib.suppress(Exception):
@@ -229,6 +272,23 @@ class Watch:
             with contextlib.suppress(Exception):
                 cast(Any, stream).flush()
         os._exit(128 + told if told else 1)
+
+
+def _default_store() -> Any:
+    """The default group's store; None where there is none, or no longer."""
+    try:
+        return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    except (ValueError, RuntimeError):  # taken down between the two
+        return None
+
+
+def _torch_count() -> int:
+    """The collectives that torch has counted in the default group, whoever called them."""
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()
+        return group._get_sequence_number_for_group()
+    except Exception:  # a backend that does not count, or no group any more
+        return 0
 
 
 def _timeout() -> float:
@@ -279,9 +339,12 @@ def _install() -> None:
     previous = sys.excepthook
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
-        if not isinstance(error, KeyboardInterrupt):
-            failed_here(error)
-        previous(kind, error, trace)
+        known = error if isinstance(error, KeyboardInterrupt) else explained(error)
+        if known is error:
+            previous(kind, error, trace)
+        else:
+            known.__cause__ = error
+            previous(type(known), known, known.__traceback__)
 
     sys.excepthook = uncaught
     atexit.register(_leave)

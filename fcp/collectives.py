@@ -44,6 +44,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "pvary_each",
+    "rows_gathered",
     "shard",
     "unshard",
 ]
@@ -268,8 +269,12 @@ def pvary_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | Non
 
 def all_gather_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | None = None) -> list[Tensor]:
     """`all_gather` of each tensor along dim 0; their gradients are summed (in `sum_dtype`) and scattered together."""
-    rule = Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (0,), sum_dtype=sum_dtype)
-    return over_ranks(rule, xs, lookup(axis, "all_gather"))
+    return over_ranks(replace(rows_gathered(), sum_dtype=sum_dtype), xs, lookup(axis, "all_gather"))
+
+
+def rows_gathered() -> Rule:
+    """The row of `all_gather` along dim 0, for whoever gathers by other means."""
+    return Rule("all_gather", VARYING, COPIES, _dense_join, _to_psum_scatter, (0,))
 
 
 def all_gather_adjoint_each(

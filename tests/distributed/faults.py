@@ -1,5 +1,6 @@
 """Faults to put into a rank, and what the ranks were seen to do: for test_faults.py and the table of benchmarks."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -10,14 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import fcp
-from fcp import _collective, _watch
+from fcp import _collective, _process, _watch
 from models import llama
 from tests.toys import batch_of, tokens
 
-KINDS, PLACES, PROCESSES = ("raise", "kill", "stall"), ("forward", "backward", "save"), 4
+KINDS, PLACES, PROCESSES = ("raise", "kill", "stall"), ("forward", "backward", "save", "checkpoint"), 4
+"""A save gathers with fcp's collectives; a checkpoint is torch's, in which fcp has no part."""
 FAULTS = tuple(itertools.product(KINDS, PLACES, (0, 2)))
 TIMEOUT = 4.0
 
@@ -51,6 +54,10 @@ def step(kind: str, place: str, rank: int, folder: Path) -> None:
     fcp.value_and_grad(sharded.on_shards)(shards, batch_of(tokens(2, 8)))
     if place == "save" and dist.get_rank() == rank:
         fault(kind, folder)
+    if place == "checkpoint":
+        if dist.get_rank() == rank:
+            fault(kind, folder)
+        dist.checkpoint.save({"step": torch.ones(3)}, checkpoint_id=folder / "checkpoint")
     sharded.unshard(shards, to=0)
     sharded.on_shards(shards, batch_of(tokens(2, 8)))  # who had no part in the save goes on to the next step
     raise AssertionError("nothing failed")
@@ -113,7 +120,10 @@ def listening() -> int:
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         rows = [row.split() for row in Path(table).read_text().splitlines()[1:]]
         inodes |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
-    links = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")[:-1]]
+    links = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder itself was open while it was listed
+            links.append(os.readlink(f"/proc/self/fd/{each}"))
     return sum(link in inodes for link in links)
 
 
@@ -164,8 +174,40 @@ def averaging() -> str:
     try:
         fcp.distribute(lambda x: fcp.psum(x, "cp"), mesh)(torch.ones(3))
     except RuntimeError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return ""
+
+
+def no_memory() -> None:
+    """A failure of rank 1's own, in the middle of a collective."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def wrong(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no room for 7 tensors")
+
+    total = fcp.distribute(lambda x: fcp.psum(x, "cp"), mesh)
+    total(torch.ones(3))
+    if dist.get_rank() == 1:
+        _process._one = wrong
+    total(torch.ones(3))
+
+
+def killed(*ranks: int) -> None:
+    """Ranks that are killed while no other waits for them."""
+    if dist.get_rank() in ranks:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_elsewhere() -> None:
+    """Rank 1 is killed, and the others cannot ask after its process: each believes to be on a machine of its own."""
+    rank = dist.get_rank()
+    _watch._host = lambda: f"machine {rank}"
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    total = fcp.distribute(lambda x: fcp.psum(x, "cp"), mesh)
+    total(torch.ones(3))
+    time.sleep(1)  # every watch has said where it is
+    killed(1)
+    total(torch.ones(3))
 
 
 def told_to_stop_after_the_group() -> None:
