@@ -259,12 +259,13 @@ def _ranks(args: argparse.Namespace, meshes: list[dict[str, int]]) -> Iterator[l
         raise ValueError("--distributed needs a launcher: torchrun --nproc-per-node N -m fcp check ... --distributed")
     world = int(os.environ["WORLD_SIZE"])
     wrong = [sizes for sizes in meshes if _ranks_of(sizes) != world or world == 1]
-    if wrong:
-        raise ValueError(
-            f"--distributed: {wrong[0]} is a mesh of {_ranks_of(wrong[0])} ranks, and the launcher started "
-            f"{world} processes; start as many as the mesh has ranks, 2 or more"
-        )
     with process_group(args.timeout, "gloo"):
+        if wrong:
+            dist.barrier()  # the launcher ends all ranks when the first has ended: let each be here to say why
+            raise ValueError(
+                f"--distributed: {wrong[0]} is a mesh of {_ranks_of(wrong[0])} ranks, and the launcher started "
+                f"{world} processes; start as many as the mesh has ranks, 2 or more"
+            )
         names = [tuple(axis for axis in AXES if axis in sizes) for sizes in meshes]
         shapes = [tuple(sizes[axis] for axis in order) for sizes, order in zip(meshes, names, strict=True)]
         made = [init_device_mesh("cpu", s, mesh_dim_names=n) for s, n in zip(shapes, names, strict=True)]
