@@ -27,12 +27,16 @@ class Model:
         apply: the pure function (params, Inputs, Ops) -> Output.
         init: seed -> parameters, nested as a checkpoint names them; float32 unless `dtype=` says otherwise.
         rules: how each leaf may be split over a tensor-parallel axis, by path pattern. Every leaf matches exactly one.
+            None: nobody said.
+        prove: raises ValueError unless each position outside attention stands for itself; asked before the sequence is
+            split. None: the function's author vouches for it.
     """
 
     config: Any
     apply: Callable[[Params, Inputs, Ops], Output] = field(repr=False)
     init: Callable[..., Params] = field(repr=False)
-    rules: Rules = field(repr=False)
+    rules: Rules | None = field(repr=False)
+    prove: Callable[[], None] | None = field(default=None, repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every leaf, by path, of the parameters that `init` gives; none of them is made."""

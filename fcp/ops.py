@@ -50,7 +50,7 @@ class Attention(Protocol):
 @runtime_checkable
 class Loss(Protocol):
     def __call__(
-        self, hidden: Tensor, table: Tensor, targets: Tensor | None, *, logits: bool = True
+        self, hidden: Tensor, table: Tensor | None, targets: Tensor | None, *, logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
@@ -71,7 +71,7 @@ class Ops:
         embed: (ids [batch, seq], table [vocab, hidden]) -> [batch, seq, hidden].
         loss: (hidden [batch, seq, hidden], table [vocab, hidden], targets [batch, seq] or None) -> (the sum of the
             token losses, a scalar; the logits [batch, seq, vocab]). No targets: the sum is None. `logits=False`: the
-            logits are None.
+            logits are None. No table: `hidden` are the logits already, over the whole vocabulary.
         layer: (fn, layer_params, *args) -> fn(layer_params, *args), with every parameter of the model consumed in one
             of these calls: it is where sharded parameters are gathered and where a layer is rematerialised. `args` are
             pytrees; what `fn` closes over must be no tensor.
@@ -98,12 +98,12 @@ def _embed(ids: Int[Tensor, "batch seq"], table: Float[Tensor, "vocab hidden"]) 
 
 def _loss(
     hidden: Float[Tensor, "batch seq hidden"],
-    table: Float[Tensor, "vocab hidden"],
+    table: Float[Tensor, "vocab hidden"] | None,
     targets: Int[Tensor, "batch seq"] | None,
     *,
     logits: bool = True,
 ) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
-    scores = linear(hidden, table)
+    scores = hidden if table is None else linear(hidden, table)
     total = None if targets is None else token_losses(scores, targets).sum()
     return total, (scores if logits else None)
 

@@ -182,9 +182,9 @@ def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
         return psum(torch.where(mine.unsqueeze(-1), rows, 0.0), axis)
 
     def loss(
-        hidden: Tensor, table: Tensor, targets: Tensor | None, *, logits: bool = True
+        hidden: Tensor, table: Tensor | None, targets: Tensor | None, *, logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        if whole(table):
+        if table is None or whole(table):
             return ops.loss(hidden, table, targets, logits=logits)
         scores = linear(pvary(hidden, axis), table)
         total = None

@@ -40,9 +40,13 @@ def shard_seq(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
         The same function of whole sequences of any length; lengths that the axis does not divide are padded.
 
     Raises:
-        ValueError: when called, if the model attends and no transform brings the slices together (see `ulysses`).
+        ValueError: the model is to prove that each position outside attention stands for itself, and cannot; or, when
+            called, it attends and no transform brings the slices together (see `ulysses`).
     """
     config = getattr(base_model(model_fn), "config", None)
+    prove = getattr(base_model(model_fn), "prove", None)
+    if prove is not None:
+        prove()
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         seq = inputs.positions.shape[1]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fcp
 from fcp import huggingface, pytree
+from fcp.huggingface import _checkpoint
 from models import llama
 from tests.models.test_llama_parity import VARIANTS, module_of
 from tests.tolerances import PARITY_LOGITS
@@ -376,10 +377,10 @@ def test_an_extra_that_is_not_installed_is_named(folder: Path, monkeypatch: pyte
 
         return find
 
-    monkeypatch.setattr(huggingface.importlib, "import_module", without("safetensors"))
+    monkeypatch.setattr(_checkpoint.importlib, "import_module", without("safetensors"))
     with pytest.raises(ImportError, match=r"safetensors is not installed; `pip install fcp\[hf\]`"):
         llama.load(folder)
-    monkeypatch.setattr(huggingface.importlib, "import_module", without("inner"))
+    monkeypatch.setattr(_checkpoint.importlib, "import_module", without("inner"))
     with pytest.raises(ModuleNotFoundError, match="inner"):
         llama.load(folder)
 
@@ -445,7 +446,7 @@ def test_query_rows_in_the_files_order_are_noticed(tmp_path: Path, monkeypatch: 
     model = llama.tiny()
     params = randomized(model, dtype=torch.float32)
     write_gguf(tmp_path / "a.gguf", model, params, "llama")
-    monkeypatch.setattr(huggingface, "_halves", lambda x, heads: x)
+    monkeypatch.setattr(_checkpoint, "_halves", lambda x, heads: x)
     _, found = llama.load(tmp_path / "a.gguf")
     differ = {name for name, x in named(params).items() if not torch.equal(x, named(found)[name])}
     assert {name.split(".")[-2] for name in differ} == {"q_proj", "k_proj"} and len(differ) == 4

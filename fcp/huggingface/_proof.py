@@ -1,0 +1,254 @@
+"""The pointwise proof: outside attention, does each position stand for itself?
+
+Context parallelism is sound for a module when, but for `Ops.attention`, what it computes at a position depends on that
+position's token and position id alone. Most do. State-space scans, causal convolutions, positions counted from the
+start of the slice, attention of their own do not; under cp every rank would compute something plausible from its
+slice alone. No list of good models is kept: the module itself is asked.
+
+On a probe of a few tokens, with attention's output set to zero, the module runs on the whole row and on each half, with
+the halves' own position ids. The logits of a half must be the half of the logits, and so must the queries, keys and
+values that arrive at every attention call. Every parameter is drawn at random, since a convolution that starts as zeros
+mixes nothing and hides. Where something differs, hooks find the first module whose output does.
+
+The parameters are made a unit at a time inside `Ops.layer`, and are gone after it, so a proof needs the memory of one
+layer; they repeat one block of random numbers, which is faster than to draw them.
+
+Left out: what happens only on long rows (the kinds of rope scaling that do are refused by `functional`).
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from fcp import pytree
+from fcp.huggingface._interfaces import Call
+from fcp.huggingface._skeleton import Skeleton
+from fcp.masks import describe
+from fcp.ops import LOCAL
+from fcp.typing import Inputs
+
+__all__ = ["Proof"]
+
+TOKENS = 8
+"""Of the probe."""
+
+TOLERANCE = 2e-3
+"""Relative to the largest entry: above what float32 rounding grows to over a deep stack of random layers, and far below
+what a neighbour's influence amounts to."""
+
+BLOCK = 262_147
+"""Random numbers that the parameters repeat; a prime, so that no two rows of a matrix are the same."""
+
+KINDS = (
+    (("conv",), "a convolution along the sequence"),
+    (("rotary", "position", "alibi", "rope"), "positions that are counted in the slice, not read from position_ids"),
+    (
+        ("mamba", "ssm", "delta", "recurrent", "rwkv", "lru", "retention", "lightning", "lstm", "kda", "scan"),
+        "a state that is carried along the sequence",
+    ),
+    (("cross",), "attention to another sequence"),
+    (("attention", "attn"), "attention of its own, which does not go through transformers' attention interface"),
+)
+"""What a module does, by words in the names of its class and path."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one run gave: logits, and each attention call's (class, q, k, v)."""
+
+    logits: Tensor
+    calls: list[tuple[str, Tensor, Tensor, Tensor]]
+
+
+class Proof:
+    """Of one model; made once, and asked for by each transform that splits the sequence."""
+
+    def __init__(self, skeleton: Skeleton, logits: Callable[..., Tensor], config: Any) -> None:
+        self._skeleton, self._logits, self._config = skeleton, logits, config
+        self._lock = threading.Lock()
+        self._verdict: str | None = None  # "" is proven
+        self._offset = 0
+
+    def run_whole(self, firsts: list[int]) -> int:
+        """The run on the whole row; gives which of `firsts` the module's own count of positions begins with.
+
+        Raises whatever the module raises, where it cannot run as a function at all.
+        """
+        rows = slice(0, TOKENS)
+        counted = self._run(rows, count=True)
+        for self._offset in firsts:
+            self._whole = self._run(rows)
+            if _differs(counted, self._whole, rows) is None:
+                return self._offset
+        raise ValueError("huggingface: position ids 0, 1, 2, ... change what the module computes without any")
+
+    def demand(self) -> None:
+        """Raises ValueError with the reason unless the module is proven."""
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = self._judge()
+        if self._verdict:
+            raise ValueError(self._verdict)
+
+    def _judge(self) -> str:
+        half = TOKENS // 2
+        for rows in (slice(half, TOKENS), slice(0, half)):
+            try:
+                part = self._run(rows)
+            except Exception as error:  # of every kind: this is somebody's module
+                reason = next(iter(str(error).splitlines()), "")
+                return _refusal(f"it does not run on a slice of the sequence ({type(error).__name__}: {reason})")
+            wrong = _differs(self._whole, part, rows)
+            if wrong is not None:
+                return _refusal(self._culprit(rows) or wrong)
+        if not self._whole.calls:
+            return _refusal("nothing in it attends through transformers' attention interface")
+        try:
+            self._together()
+        except Exception as error:  # of every kind: this is somebody's module
+            reason = next(iter(str(error).splitlines()), "")
+            return _refusal(f"its control flow depends on values, which differ between ranks ({reason})")
+        return ""
+
+    def _together(self) -> None:
+        """Both halves at once, as simulated ranks run them."""
+        halves = [self._inputs(slice(0, TOKENS // 2)), self._inputs(slice(TOKENS // 2, TOKENS))]
+        tokens, positions = (torch.stack([getattr(half, name) for half in halves]) for name in ("tokens", "positions"))
+
+        def run(tokens: Tensor, positions: Tensor) -> Tensor:
+            inputs = replace(halves[0], tokens=tokens, positions=positions)
+            return self._run_on(inputs, positions + self._offset, None)
+
+        torch.func.vmap(run)(tokens, positions)
+
+    def _inputs(self, rows: slice) -> Inputs:
+        vocab = getattr(self._config.get_text_config(decoder=True), "vocab_size", None) or 64
+        tokens = (torch.arange(TOKENS) * 7 + 3)[None] % min(vocab, 1 << 15)
+        positions = torch.arange(TOKENS)[None]
+        return Inputs(
+            tokens=tokens[:, rows],
+            embeds=None,
+            positions=positions[:, rows],
+            targets=None,
+            mask=describe(positions),
+            num_targets=torch.tensor(0),
+            num_positions=torch.tensor(TOKENS),
+        )
+
+    def _run(self, rows: slice, *, count: bool = False) -> _Run:
+        """One run on some rows; `count` lets the module count positions itself."""
+        calls: list[tuple[str, Tensor, Tensor, Tensor]] = []
+
+        def seen(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
+            calls.append((type(module).__name__, q, k, v))
+
+        inputs = self._inputs(rows)
+        return _Run(self._run_on(inputs, None if count else inputs.positions + self._offset, seen), calls)
+
+    def _run_on(self, inputs: Inputs, positions: Tensor | None, seen: Any) -> Tensor:
+        call = Call(replace(LOCAL, attention=_nothing, layer=_on_random), inputs.mask, positions, seen=seen)
+        with torch.no_grad():
+            logits = self._logits(self._skeleton.parameters(), inputs, call)
+        if logits.device.type == "meta":
+            raise RuntimeError("a parameter is read outside of the unit that it belongs to")
+        return logits
+
+    # --- the first module that differs ------------------------------------------------------------------------------
+
+    def _culprit(self, rows: slice) -> str | None:
+        whole, part = self._traced(slice(0, TOKENS)), self._traced(rows)
+        for name, (kind, given, out) in whole.items():
+            if name in part and _same(given, part[name][1], rows) and not _same(out, part[name][2], rows):
+                return f"{name} ({kind}) computes {what_it_does(name, kind)}"
+        return None
+
+    def _traced(self, rows: slice) -> dict[str, tuple[str, list[Tensor], list[Tensor]]]:
+        """Each module's class, arguments and output, in the order in which they finish: the innermost first."""
+        found: dict[str, tuple[str, list[Tensor], list[Tensor]]] = {}
+
+        def hook(name: str, each: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            given, gave = ([x for x in pytree.leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out))
+            found.setdefault(name, (type(each).__name__, given, gave))
+
+        named = [(name, each) for name, each in self._skeleton.module().named_modules() if name]
+        handles = [each.register_forward_hook(partial(hook, name), with_kwargs=True) for name, each in named]
+        try:
+            self._run(rows)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+
+def what_it_does(name: str, kind: str) -> str:
+    for text in (kind.replace("Conv1D", "Linear"), name.rpartition(".")[2]):  # transformers' Conv1D is a linear map
+        for words, what in KINDS:
+            if any(word in text.lower() for word in words):
+                return what
+    return "something from other positions"
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"shard_seq: the sequence of this transformers module cannot be split: {reason}. Each position outside "
+        f"attention must stand for itself, or a rank would compute from its slice alone. Split the batch or the "
+        f"parameters instead (dp, fsdp)."
+    )
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Tensor:
+    return q.new_zeros((*q.shape[:3], v.shape[-1]))
+
+
+def _on_random(fn: Callable[..., Any], layer_params: Any, *args: Any) -> Any:
+    """An `Ops.layer` for parameters without storage: each is drawn here, and gone when the layer ends."""
+    return fn(pytree.map_with_path(_draw, layer_params), *args)
+
+
+_block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _draw(path: str, x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.5
+    block = (_block * scale).to(dtype).roll(crc32(path.encode()) % BLOCK)
+    return block.repeat(-(-x.numel() // BLOCK))[: x.numel()].view(x.shape)
+
+
+def _differs(whole: _Run, part: _Run, rows: slice) -> str | None:
+    """In words, what of a half's run is not the half of the whole run."""
+    if len(whole.calls) != len(part.calls):
+        return f"it attends {len(whole.calls)} times on a whole row and {len(part.calls)} times on a slice"
+    for (kind, *expected), (_, *actual) in zip(whole.calls, part.calls, strict=True):
+        for what, a, b in zip(("queries", "keys", "values"), expected, actual, strict=True):
+            if not _close(a[:, :, rows], b):
+                return f"{kind} hands {what} to attention that depend on other positions"
+    if not _close(whole.logits[:, rows], part.logits):
+        return "its logits depend on other positions by more than attention"
+    return None
+
+
+def _same(whole: list[Tensor], part: list[Tensor], rows: slice) -> bool:
+    """Whether a module's outputs on a half are those of the whole, as far as a sequence dim can be told in them."""
+    half = rows.stop - rows.start
+    for a, b in zip(whole, part, strict=False):
+        if a.dim() != b.dim() or not a.is_floating_point():
+            continue
+        dims = [d for d in range(a.dim()) if a.shape[d] == TOKENS and b.shape[d] == half]
+        if len(dims) == 1 and not _close(a.narrow(dims[0], rows.start, half), b):
+            return False
+    return True
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    a, b = a.double(), b.double()
+    peak = max((float(x.abs().max()) for x in (a, b) if x.numel()), default=0.0)
+    return not a.numel() or bool((a - b).abs().max() <= TOLERANCE * peak)
