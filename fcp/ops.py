@@ -68,6 +68,9 @@ class Ops:
             whole sequence; gives [batch, heads, seq, dim].
         enter: marks where split (tensor-parallel) work begins; the identity alone.
         leave: joins what split work gave; the identity alone. Add a bias that all ranks share after it.
+        split: takes part in split work with this rank's slice of the last dim of a value that all ranks hold; the
+            identity alone.
+        join: puts the last dim of what split work gave together, so that all ranks hold it; the identity alone.
         embed: (ids [batch, seq], table [vocab, hidden]) -> [batch, seq, hidden].
         loss: (hidden [batch, seq, hidden], table [vocab, hidden], targets [batch, seq] or None) -> (the sum of the
             token losses, a scalar; the logits [batch, seq, vocab]). No targets: the sum is None. `logits=False`: the
@@ -85,6 +88,8 @@ class Ops:
     attention: Attention
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
+    split: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor], Tensor]
     embed: Callable[[Tensor, Tensor], Tensor]
     loss: Loss
     layer: Callable[..., Any]
@@ -113,6 +118,15 @@ def _layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
 
 
 LOCAL = Ops(
-    attention=attention, enter=_same, leave=_same, embed=_embed, loss=_loss, layer=_layer, experts=experts, total=_same
+    attention=attention,
+    enter=_same,
+    leave=_same,
+    split=_same,
+    join=_same,
+    embed=_embed,
+    loss=_loss,
+    layer=_layer,
+    experts=experts,
+    total=_same,
 )
 """Everything on one device."""

@@ -40,6 +40,7 @@ __all__ = [
     "pad_to",
     "pad_to_multiple",
     "piece_of",
+    "slice_of",
 ]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -216,11 +217,12 @@ def _unaccounted(placement: Placement) -> tuple[str, ...]:
 def _cut(x: Tensor, placement: Placement) -> Tensor | Piece:
     """One global leaf to what this rank holds."""
     for axis, split in placement.slices:
-        x = _slice(x, axis, split)
+        x = slice_of(x, axis, split)
     return _store(x, placement) if placement.stored else x
 
 
-def _slice(x: Tensor, axis: Axes, split: Split) -> Tensor:
+def slice_of(x: Tensor, axis: Axes, split: Split) -> Tensor:
+    """This rank's slice of a whole leaf."""
     size, dim = axis_size(axis), split.dim % x.dim()
     if split.vocab:
         return shard(pad_to_multiple(x, size, dim), axis, dim=dim)

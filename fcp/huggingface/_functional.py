@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from fcp import pytree
 from fcp.huggingface._interfaces import Call, register
+from fcp.huggingface._plan import Plan, plan_of
+from fcp.huggingface._plan_proof import PlanRules
 from fcp.huggingface._proof import Proof
 from fcp.huggingface._skeleton import PARTITIONS, Skeleton
 from fcp.loss import mean_loss
 from fcp.model import Model
 from fcp.ops import Ops
-from fcp.typing import Inputs, Output, Params
+from fcp.typing import Inputs, Output, Params, Rules
 
 __all__ = ["functional"]
 
@@ -55,12 +57,13 @@ def functional(module: Any, *, skip_proof: bool = False) -> tuple[Model, Params]
     register()
     params = _nested({name: x.detach() for name, x in module.named_parameters()})
     accepted = frozenset(inspect.signature(module.forward).parameters)
-    apply, proof = _fitting(module, accepted)
+    plan = plan_of(module)
+    apply, proof, rules = _fitting(module, accepted, plan)
     model = Model(
         config=_config_of(module),
         apply=apply,
         init=partial(_init, type(module), module.config),
-        rules=None,
+        rules=rules,
         prove=None if skip_proof else proof.demand,
     )
     return model, params
@@ -96,18 +99,19 @@ def _length_scaled(config: Any) -> set[str]:
     return {str(kind["rope_type"]) for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")}
 
 
-def _fitting(module: nn.Module, accepted: frozenset[str]) -> tuple[Any, Proof]:
+def _fitting(module: nn.Module, accepted: frozenset[str], plan: Plan | None) -> tuple[Any, Proof, Rules | None]:
     """The function and its proof, over the finest partition into units under which the module runs."""
     errors: list[Exception] = []
     for partition in PARTITIONS:
         try:
-            skeleton = Skeleton(module, partition)
+            skeleton = Skeleton(module, partition, plan)
             proof = Proof(skeleton, partial(_logits, skeleton, accepted), module.config)
             offset = proof.run_whole(_first_positions(module))
         except Exception as error:  # of every kind: this is somebody's module
             errors.append(error)
         else:
-            return partial(_apply, skeleton, accepted, offset), proof
+            rules = None if plan is None else PlanRules(skeleton, plan, proof)
+            return partial(_apply, skeleton, accepted, offset), proof, rules
     said = [error for error in errors if str(error).startswith("huggingface: ")]
     if said:
         raise ValueError(f"functional: {str(said[-1]).removeprefix('huggingface: ')}") from None
@@ -163,7 +167,9 @@ def _logits(
     if call.positions is not None:
         given["position_ids"] = call.positions
     keep = accepted | ({"position_ids"} if "kwargs" in accepted else set())
-    return skeleton.run(call, leaves, {name: x for name, x in given.items() if name in keep}).logits
+    # Modules go on with `view`; a slice of the sequence, as the simulator cuts it, does not lie dense.
+    dense = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in given.items() if name in keep}
+    return skeleton.run(call, leaves, dense).logits
 
 
 def _config_of(module: nn.Module) -> Any:

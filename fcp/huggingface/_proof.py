@@ -33,7 +33,7 @@ from fcp.masks import describe
 from fcp.ops import LOCAL
 from fcp.typing import Inputs
 
-__all__ = ["Proof"]
+__all__ = ["Proof", "close", "drawn"]
 
 TOKENS = 8
 """Of the probe."""
@@ -151,8 +151,21 @@ class Proof:
         inputs = self._inputs(rows)
         return _Run(self._run_on(inputs, None if count else inputs.positions + self._offset, seen), calls)
 
+    def run_layers(self, layer: Callable[..., Any]) -> None:
+        """The whole row once more, `layer` in the place of `Ops.layer`, with attention as it is."""
+        inputs = self._inputs(slice(0, TOKENS))
+        call = Call(replace(LOCAL, layer=layer), inputs.mask, inputs.positions + self._offset)
+        with torch.enable_grad():
+            self._logits(self._skeleton.parameters(), inputs, call)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def _run_on(self, inputs: Inputs, positions: Tensor | None, seen: Any) -> Tensor:
-        call = Call(replace(LOCAL, attention=_nothing, layer=_on_random), inputs.mask, positions, seen=seen)
+        call = Call(replace(LOCAL, attention=_nothing, layer=on_random), inputs.mask, positions, seen=seen)
         with torch.no_grad():
             logits = self._logits(self._skeleton.parameters(), inputs, call)
         if logits.device.type == "meta":
@@ -206,15 +219,15 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Ten
     return q.new_zeros((*q.shape[:3], v.shape[-1]))
 
 
-def _on_random(fn: Callable[..., Any], layer_params: Any, *args: Any) -> Any:
+def on_random(fn: Callable[..., Any], layer_params: Any, *args: Any) -> Any:
     """An `Ops.layer` for parameters without storage: each is drawn here, and gone when the layer ends."""
-    return fn(pytree.map_with_path(_draw, layer_params), *args)
+    return fn(pytree.map_with_path(drawn, layer_params), *args)
 
 
 _block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _draw(path: str, x: Tensor) -> Tensor:
+def drawn(path: str, x: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.5
     block = (_block * scale).to(dtype).roll(crc32(path.encode()) % BLOCK)
@@ -227,9 +240,9 @@ def _differs(whole: _Run, part: _Run, rows: slice) -> str | None:
         return f"it attends {len(whole.calls)} times on a whole row and {len(part.calls)} times on a slice"
     for (kind, *expected), (_, *actual) in zip(whole.calls, part.calls, strict=True):
         for what, a, b in zip(("queries", "keys", "values"), expected, actual, strict=True):
-            if not _close(a[:, :, rows], b):
+            if not close(a[:, :, rows], b):
                 return f"{kind} hands {what} to attention that depend on other positions"
-    if not _close(whole.logits[:, rows], part.logits):
+    if not close(whole.logits[:, rows], part.logits):
         return "its logits depend on other positions by more than attention"
     return None
 
@@ -241,12 +254,12 @@ def _same(whole: list[Tensor], part: list[Tensor], rows: slice) -> bool:
         if a.dim() != b.dim() or not a.is_floating_point():
             continue
         dims = [d for d in range(a.dim()) if a.shape[d] == TOKENS and b.shape[d] == half]
-        if len(dims) == 1 and not _close(a.narrow(dims[0], rows.start, half), b):
+        if len(dims) == 1 and not close(a.narrow(dims[0], rows.start, half), b):
             return False
     return True
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
     a, b = a.double(), b.double()

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 from fcp import pytree
 from fcp.huggingface._interfaces import NAME, Call, bound_call, current
+from fcp.huggingface._plan import Plan, surround
 from fcp.masks import Mask
 from fcp.ops import Ops
 from fcp.typing import Params
 
-__all__ = ["PARTITIONS", "Skeleton"]
+__all__ = ["PARTITIONS", "Skeleton", "Unit"]
 
 PARTITIONS = ("layers and what surrounds them", "layers", "none")
 """What becomes a unit, finest first."""
@@ -49,9 +50,11 @@ class Skeleton:
         names: every leaf. A parameter that several modules share is one leaf, under its first name.
         units: by the path of each unit, the names of its parameters in it and the leaves that they are.
         outside: the names of the parameters that belong to no unit, and the leaves that they are.
+
+    `plan` is what surrounds the forward of parts of units, for tensor parallelism.
     """
 
-    def __init__(self, module: nn.Module, partition: str) -> None:
+    def __init__(self, module: nn.Module, partition: str, plan: Plan | None = None) -> None:
         self._original = bare_copy(module)
         self._local = threading.local()
         self.partition = partition
@@ -64,6 +67,17 @@ class Skeleton:
         held = {f"{path}.{name}" for path, names in self.units.items() for name in names}
         every = self._original.named_parameters(remove_duplicate=False)
         self.outside = {name: first[id(x)] for name, x in every if name not in held}
+        planned = {} if plan is None else plan.around
+        self._around = {path: what for path, what in planned.items() if self._in_unit(path)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _local=threading.local())
+
+    def _in_unit(self, path: str) -> bool:
+        return any(path == unit or path.startswith(f"{unit}.") for unit in self.units)
 
     def parameters(self) -> dict[str, Tensor]:
         """Every leaf by name, without storage."""
@@ -77,6 +91,7 @@ class Skeleton:
             for each in mine.modules():
                 if isinstance(each, nn.Embedding) and "position_ids" in inspect.signature(each.forward).parameters:
                     each.forward = partial(_at_positions, each.forward)
+            surround(mine, self._around)
             for path in self.units:
                 unit = mine.get_submodule(path)
                 unit.forward = partial(self._enter_unit, path, unit.forward)
@@ -88,16 +103,8 @@ class Skeleton:
             return forward(*args, **kwargs)
         if any(x.device.type == "meta" for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)):
             raise RuntimeError("a tensor was moved to the device of a parameter outside of the unit it belongs to")
-        run = partial(self._run_unit, path, call.ops, call.seen)
-        return call.ops.layer(run, call.units[path], call.mask, call.positions, args, kwargs)
-
-    def _run_unit(
-        self, path: str, ops: Ops, seen: Any, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """A unit's forward on the parameters it is handed. A backward calls it again, in whichever thread it runs."""
-        with bound_call(Call(ops, mask, positions, unit=path, seen=seen)):
-            unit = self.module().get_submodule(path)
-            return torch.func.functional_call(unit, params, tuple(args), dict(kwargs), tie_weights=False)
+        unit = Unit(self, path, call.ops, call.seen)
+        return call.ops.layer(unit, call.units[path], call.mask, call.positions, args, kwargs)
 
     def run(self, call: Call, leaves: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
         """The whole module on `leaves` by name (some may be stored in pieces)."""
@@ -107,6 +114,21 @@ class Skeleton:
         units = {path: {name: leaves[leaf] for name, leaf in names.items()} for path, names in self.units.items()}
         with bound_call(replace(call, units=units)):
             return torch.func.functional_call(self.module(), outside, (), dict(kwargs), tie_weights=False)
+
+
+class Unit:
+    """A unit's forward as a function of the parameters it is handed and of its arguments.
+
+    A backward may call it again, in whichever thread it runs.
+    """
+
+    def __init__(self, skeleton: Skeleton, path: str, ops: Ops, seen: Any = None) -> None:
+        self.skeleton, self.path, self.ops, self.seen = skeleton, path, ops, seen
+
+    def __call__(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
+        with bound_call(Call(self.ops, mask, positions, unit=self.path, seen=self.seen)):
+            module = self.skeleton.module().get_submodule(self.path)
+            return torch.func.functional_call(module, params, tuple(args), dict(kwargs), tie_weights=False)
 
 
 def _at_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +154,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
     made = copy.deepcopy(module, memo)
     for config in configs_of(made):
         config._attn_implementation_internal = NAME
+        config.use_cache = False  # some take no such argument, and a backward that runs a layer again would add to it
         if hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = EXPERTS
     return made

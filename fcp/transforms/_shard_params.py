@@ -29,7 +29,7 @@ from fcp import pytree
 from fcp._linear import linear
 from fcp._regather import Window, by_kind, is_piece
 from fcp.axes import Axes, axis_index, axis_size, lookup, names_of
-from fcp.collectives import all_gather, all_gather_each, pmax, psum, pvary, unshard
+from fcp.collectives import all_gather, all_gather_each, pmax, psum, pvary, shard, unshard
 from fcp.loss import token_losses
 from fcp.ops import Ops
 from fcp.remat import rematerialize
@@ -37,7 +37,7 @@ from fcp.sharded import Piece, Placement, Shapes, Sharded, base_model
 from fcp.trace import event_of, recording, tap
 from fcp.typing import Inputs, ModelFn, Output, Params, Rule, Rules, Shared, Split
 
-__all__ = ["check_rules", "indivisible", "shard_params"]
+__all__ = ["check_rules", "indivisible", "shard_params", "tensor_parallel", "vocabulary"]
 
 
 def shard_params(model_fn: ModelFn, *, axis: Axes = "tp", how: Literal["rules", "gather"] | None = None) -> Sharded:
@@ -144,24 +144,33 @@ def _by_rules(model_fn: ModelFn, axis: str, rules: Rules) -> Sharded:
         return {path: add(p, by_path[path]) for path, p in placements.items()}
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        return inner(params, inputs, _tensor_parallel(ops, axis, _vocabulary(rules)))
+        return inner(params, inputs, tensor_parallel(ops, axis, vocabulary(rules)))
 
     return Sharded(model_fn, f"shard_params({axis})", run, place)
 
 
-def _vocabulary(rules: Rules) -> int | None:
+def vocabulary(rules: Rules) -> int | None:
+    """The tokens of the vocabulary that the rules split; None where they split none."""
     sizes = {rule.vocab for rule in rules.values() if isinstance(rule, Split)} - {None}
     if len(sizes) > 1:
         raise ValueError(f"shard_params: the rules name vocabularies of {sorted(map(str, sizes))} tokens; there is one")
     return next(iter(sizes), None)
 
 
-def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
+def tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
+    """The operations of a rank of `axis`; a vocabulary of `vocab` tokens is split (None: no rule names one)."""
+
     def enter(x: Tensor) -> Tensor:
         return pvary(ops.enter(x), axis)
 
     def leave(x: Tensor) -> Tensor:
         return ops.leave(psum(x, axis))
+
+    def split(x: Tensor) -> Tensor:
+        return shard(ops.split(x), axis, dim=-1)
+
+    def join(x: Tensor) -> Tensor:
+        return ops.join(unshard(x, axis, dim=-1))
 
     def whole(table: Tensor) -> bool:
         """Whether every rank holds all rows (the rule of the table is Replicated)."""
@@ -208,7 +217,7 @@ def _tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
         """The token id of the first row of `table` [vocab_local, hidden] on this rank."""
         return axis_index(axis).to(table.device) * table.shape[-2]
 
-    return replace(ops, enter=enter, leave=leave, embed=embed, loss=loss)
+    return replace(ops, enter=enter, leave=leave, split=split, join=join, embed=embed, loss=loss)
 
 
 # --- by gather --------------------------------------------------------------------------------------------------------

@@ -516,7 +516,7 @@ def tokenizer(smollm2: Path) -> Any:
 
 def test_smollm2_equals_transformers_on_text(smollm2: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches whatever only real weights show: rows of q and k out of order, a wrong base, an untied head."""
-    text = (Path(__file__).parents[1] / "data" / "us-constitution.txt").read_text()
+    text = (Path(__file__).parents[2] / "data" / "us-constitution.txt").read_text()
     ids = torch.tensor([tokenizer(text[:400])["input_ids"][:48]])
     assert ids.shape == (1, 48)
     model, params = llama.load(smollm2)
