@@ -11,19 +11,22 @@ attention mask of ones, which says nothing, so that no module makes up the ones 
 
 A transform that splits the sequence asks for a proof first (`_proof.py`), once a model.
 
-Left out: tensor parallelism (the model has no rules), the auxiliary losses of routers, caches, and encoders.
+Left out: the auxiliary losses of routers, caches, encoders, and reading a rank's own slices of a checkpoint.
 """
 
 import copy
 import inspect
+import itertools
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fcp import pytree
+from fcp.huggingface._checkpoint import check_tensors
 from fcp.huggingface._interfaces import Call, register
 from fcp.huggingface._plan import Plan, plan_of
 from fcp.huggingface._plan_proof import PlanRules
@@ -34,31 +37,36 @@ from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Rules
 
-__all__ = ["functional"]
+__all__ = ["functional", "save"]
 
 
-def functional(module: Any, *, skip_proof: bool = False) -> tuple[Model, Params]:
+def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: bool = False) -> tuple[Model, Params]:
     """A transformers causal language model as (model, params), for the transforms of fcp.
 
     Args:
-        module: a causal language model of transformers, as `AutoModelForCausalLM` makes them.
+        module: a causal language model of transformers, as `AutoModelForCausalLM` makes them; or where to load one
+            from: a folder with config.json and safetensors (one file or an index), or a GGUF file.
+        dtype: of the parameters that are loaded; None keeps the checkpoint's. A module keeps its own.
         skip_proof: split the sequence without proof that each position outside attention stands for itself.
 
     Returns:
         model: an `fcp.Model`; (params, batch) -> Output(loss, logits). It computes in the module's mode: in training, a
-            dropout above zero is refused by `fcp.transform`.
+            dropout above zero is refused by `fcp.transform`. Its rules are those of transformers' tensor-parallel plan,
+            proven when tp first asks for them; None where the module carries no plan.
         params: the module's parameters by transformers' names (they share its memory). Tied weights are one leaf.
 
     Raises:
         ValueError: no causal language model, or a module that cannot be run as such a function, with the reason.
         ImportError: transformers is not installed.
     """
+    if isinstance(module, str | Path):
+        module = _loaded(Path(module), dtype)
+    elif dtype is not None:
+        raise ValueError("functional: dtype is that of a checkpoint; module.to(dtype) converts a module")
     _check(module)
     register()
     params = _nested({name: x.detach() for name, x in module.named_parameters()})
-    accepted = frozenset(inspect.signature(module.forward).parameters)
-    plan = plan_of(module)
-    apply, proof, rules = _fitting(module, accepted, plan)
+    apply, proof, rules = _fitting(module, plan_of(module))
     model = Model(
         config=_config_of(module),
         apply=apply,
@@ -67,6 +75,43 @@ def functional(module: Any, *, skip_proof: bool = False) -> tuple[Model, Params]
         prove=None if skip_proof else proof.demand,
     )
     return model, params
+
+
+def _loaded(path: Path, dtype: torch.dtype | None) -> Any:
+    """The module of a checkpoint on this disk, in evaluation mode."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("transformers is not installed; `pip install fcp[hf]` brings it") from None
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
+        raise ValueError(f"functional: {path} is no folder with a config.json and no GGUF file")
+    where: dict[str, Any] = {"gguf_file": path.name} if is_gguf else {}
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent if is_gguf else path), dtype=dtype or "auto", local_files_only=True, **where
+        ).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"functional: {path}: transformers does not load it: {error}") from error
+
+
+def save(folder: str | Path, model: Model, params: Params) -> None:
+    """Writes a folder that `from_pretrained` and `functional` read back bit for bit.
+
+    Args:
+        folder: made where it is not there.
+        model: what `functional` gave.
+        params: whole parameters of its names and shapes, a gathered tree (`unshard`) for instance.
+
+    Raises:
+        ValueError: another model, or parameters that are not its.
+    """
+    apply = model.apply
+    if not isinstance(apply, Function):
+        raise ValueError("huggingface.save: the model is not of huggingface.functional; its family's file has a save")
+    named = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
+    check_tensors(folder, {name: tuple(x.shape) for name, x in apply.skeleton.parameters().items()}, named)
+    apply.skeleton.with_parameters(named).save_pretrained(str(folder))
 
 
 def _check(module: Any) -> None:
@@ -99,19 +144,20 @@ def _length_scaled(config: Any) -> set[str]:
     return {str(kind["rope_type"]) for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")}
 
 
-def _fitting(module: nn.Module, accepted: frozenset[str], plan: Plan | None) -> tuple[Any, Proof, Rules | None]:
+def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, Rules | None]":
     """The function and its proof, over the finest partition into units under which the module runs."""
+    accepted = frozenset(inspect.signature(module.forward).parameters)
     errors: list[Exception] = []
-    for partition in PARTITIONS:
+    for follow, partition in itertools.product((False, True), PARTITIONS):
         try:
-            skeleton = Skeleton(module, partition, plan)
-            proof = Proof(skeleton, partial(_logits, skeleton, accepted), module.config)
-            offset = proof.run_whole(_first_positions(module))
+            skeleton = Skeleton(module, partition, plan, follow=follow)
+            function = Function(skeleton, accepted)
+            proof = Proof(skeleton, function.logits, module.config)
+            function.offset = proof.run_whole(_first_positions(module))
         except Exception as error:  # of every kind: this is somebody's module
             errors.append(error)
         else:
-            rules = None if plan is None else PlanRules(skeleton, plan, proof)
-            return partial(_apply, skeleton, accepted, offset), proof, rules
+            return function, proof, None if plan is None else PlanRules(skeleton, plan, proof)
     said = [error for error in errors if str(error).startswith("huggingface: ")]
     if said:
         raise ValueError(f"functional: {str(said[-1]).removeprefix('huggingface: ')}") from None
@@ -129,13 +175,33 @@ def _first_positions(module: nn.Module) -> list[int]:
     return [0, *(index + 1 for index in sorted(padding))]
 
 
-def _apply(
-    skeleton: Skeleton, accepted: frozenset[str], offset: int, params: Params, inputs: Inputs, ops: Ops
-) -> Output:
-    leaves = {name: _at(params, name) for name in skeleton.names}
-    logits = _logits(skeleton, accepted, leaves, inputs, Call(ops, inputs.mask, inputs.positions + offset))
-    total, shown = ops.loss(logits, None, inputs.targets)
-    return Output(mean_loss(total, inputs.num_targets), shown)
+class Function:
+    """A module's skeleton as `Model.apply`: (params, Inputs, Ops) -> Output."""
+
+    def __init__(self, skeleton: Skeleton, accepted: frozenset[str]) -> None:
+        self.skeleton, self._accepted = skeleton, accepted
+        self.offset = 0  # what the module counts positions from
+
+    def __call__(self, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        leaves = {name: _at(params, name) for name in self.skeleton.names}
+        logits = self.logits(leaves, inputs, Call(ops, inputs.mask, inputs.positions + self.offset))
+        total, shown = ops.loss(logits, None, inputs.targets)
+        return Output(mean_loss(total, inputs.num_targets), shown)
+
+    def logits(self, leaves: Mapping[str, Any], inputs: Inputs, call: Call) -> Tensor:
+        """[batch, seq_local, vocab]: the module's logits."""
+        given: dict[str, Any] = {"use_cache": False}
+        given |= {"input_ids": inputs.tokens} if inputs.embeds is None else {"inputs_embeds": inputs.embeds}
+        given["attention_mask"] = torch.ones(inputs.positions.shape, dtype=torch.int64, device=inputs.positions.device)
+        lacking = sorted({"input_ids", "inputs_embeds"} & set(given) - self._accepted)
+        if lacking:
+            raise ValueError(f"huggingface: the module's forward takes no {lacking[0]}")
+        if call.positions is not None:
+            given["position_ids"] = call.positions
+        keep = self._accepted | ({"position_ids"} if "kwargs" in self._accepted else set())
+        # Modules go on with `view`; a slice of the sequence, as the simulator cuts it, does not lie dense.
+        dense = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in given.items() if name in keep}
+        return self.skeleton.run(call, leaves, dense).logits
 
 
 def _nested(named: dict[str, Tensor]) -> Params:
@@ -152,24 +218,6 @@ def _at(params: Params, name: str) -> Any:
     for key in name.split("."):
         params = params[int(key) if isinstance(params, list) else key]
     return params
-
-
-def _logits(
-    skeleton: Skeleton, accepted: frozenset[str], leaves: Mapping[str, Any], inputs: Inputs, call: Call
-) -> Tensor:
-    """[batch, seq_local, vocab]: the module's logits."""
-    given: dict[str, Any] = {"use_cache": False}
-    given |= {"input_ids": inputs.tokens} if inputs.embeds is None else {"inputs_embeds": inputs.embeds}
-    given["attention_mask"] = torch.ones(inputs.positions.shape, dtype=torch.int64, device=inputs.positions.device)
-    lacking = sorted({"input_ids", "inputs_embeds"} & set(given) - accepted)
-    if lacking:
-        raise ValueError(f"huggingface: the module's forward takes no {lacking[0]}")
-    if call.positions is not None:
-        given["position_ids"] = call.positions
-    keep = accepted | ({"position_ids"} if "kwargs" in accepted else set())
-    # Modules go on with `view`; a slice of the sequence, as the simulator cuts it, does not lie dense.
-    dense = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in given.items() if name in keep}
-    return skeleton.run(call, leaves, dense).logits
 
 
 def _config_of(module: nn.Module) -> Any:

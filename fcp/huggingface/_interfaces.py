@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcp.huggingface._window import words_of
@@ -83,12 +84,27 @@ def bound_call(call: Call) -> Iterator[Call]:
 class Opaque:
     """A layer's mask: its window or chunk, and nothing that could be computed with.
 
-    `refusal` is why a mask cannot be said in these words; models build some that no layer uses, so it is raised where
-    one attends with it.
+    `shape` is what the tensor's would be here. `refusal` is why a mask cannot be said in these words; models build some
+    that no layer uses, so it is raised where one attends with it.
     """
 
-    def __init__(self, window: int | None = None, chunk: int | None = None, refusal: str | None = None) -> None:
-        self.window, self.chunk, self.refusal = window, chunk, refusal
+    def __init__(
+        self,
+        window: int | None = None,
+        chunk: int | None = None,
+        refusal: str | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        self.window, self.chunk, self.refusal, self.shape = window, chunk, refusal, torch.Size(shape)
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def narrowed(self, window: int) -> "Opaque":
+        """The same mask with a window, where it has none."""
+        if self.window is not None:
+            raise ValueError(f"huggingface: a mask with a window of {self.window} and one of {window}")
+        return Opaque(window, self.chunk, self.refusal, self.shape)
 
     def __repr__(self) -> str:
         return f"Opaque(window={self.window}, chunk={self.chunk}, refusal={self.refusal!r})"
@@ -100,6 +116,11 @@ class Opaque:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and x.dim() > 4 for x in args):
+            raise ValueError(
+                "huggingface: the module turns one row of position ids into a table for all rows of the batch, and "
+                "packed rows differ"
+            )
         raise ValueError(_reads_mask(getattr(function, "__name__", str(function))))
 
     def _computed(self, *_: Any) -> Any:
@@ -144,13 +165,14 @@ def describe_mask(*, mask_function: Any, q_length: int, kv_length: int, **known:
         ValueError: an argument that is not understood.
     """
     _required()
+    shape = (known.get("batch_size", 1), 1, q_length, kv_length)
     unknown = sorted(set(known) - MASK_ARGUMENTS)
     if unknown:
         raise ValueError(f"huggingface: the mask interface was given {', '.join(unknown)}, which is not understood")
     if q_length != kv_length or known.get("q_offset", 0) or known.get("kv_offset", 0):
         return Opaque(refusal=f"a mask of {q_length} queries and {kv_length} keys (a cache, or another sequence)")
     try:
-        return Opaque(*words_of(mask_function))
+        return Opaque(*words_of(mask_function), shape=shape)
     except ValueError as error:
         return Opaque(refusal=str(error))
     except (IndexError, RuntimeError) as error:

@@ -15,6 +15,7 @@ called, cannot be. `functional` tries the finest partition first and then coarse
 nothing handed over is on the meta device, so a wrong partition cannot compute anything.
 """
 
+import contextlib
 import copy
 import inspect
 import threading
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from fcp import pytree
 from fcp.huggingface._interfaces import NAME, Call, bound_call, current
 from fcp.huggingface._plan import Plan, surround
+from fcp.huggingface._written_out import Following, read_triangles
 from fcp.masks import Mask
 from fcp.ops import Ops
 from fcp.typing import Params
@@ -51,13 +53,17 @@ class Skeleton:
         units: by the path of each unit, the names of its parameters in it and the leaves that they are.
         outside: the names of the parameters that belong to no unit, and the leaves that they are.
 
-    `plan` is what surrounds the forward of parts of units, for tensor parallelism.
+    `plan` is what surrounds the forward of parts of units, for tensor parallelism. `follow`: attention that the module
+    writes out is followed.
     """
 
-    def __init__(self, module: nn.Module, partition: str, plan: Plan | None = None) -> None:
-        self._original = bare_copy(module)
+    def __init__(self, module: nn.Module, partition: str, plan: Plan | None = None, *, follow: bool = False) -> None:
+        held: Any = module
+        self._original, self._config = bare_copy(module), copy.deepcopy(held.config)
         self._local = threading.local()
-        self.partition = partition
+        self.partition, self._follow = partition, follow
+        if follow:
+            read_triangles(self._original)
         first = {id(x): name for name, x in self._original.named_parameters()}
         self.names = tuple(first.values())
         self.units: dict[str, dict[str, str]] = {}
@@ -83,6 +89,14 @@ class Skeleton:
         """Every leaf by name, without storage."""
         return dict(self._original.named_parameters())
 
+    def with_parameters(self, named: Mapping[str, Tensor]) -> Any:
+        """A module of the original's class and configuration that holds these parameters."""
+        made: Any = copy.deepcopy(self._original)
+        made.config = copy.deepcopy(self._config)
+        made.load_state_dict({name: x.detach() for name, x in named.items()}, strict=False, assign=True)
+        made.tie_weights()
+        return made
+
     def module(self) -> nn.Module:
         """This thread's copy, whose units' calls go through the call under way."""
         mine = getattr(self._local, "module", None)
@@ -96,6 +110,10 @@ class Skeleton:
                 unit = mine.get_submodule(path)
                 unit.forward = partial(self._enter_unit, path, unit.forward)
         return mine
+
+    def following(self, module: nn.Module) -> Any:
+        """What `module` runs in."""
+        return Following(module) if self._follow else contextlib.nullcontext()
 
     def _enter_unit(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = current()
@@ -112,7 +130,7 @@ class Skeleton:
         if outside:
             outside = call.ops.layer(_as_they_are, outside)
         units = {path: {name: leaves[leaf] for name, leaf in names.items()} for path, names in self.units.items()}
-        with bound_call(replace(call, units=units)):
+        with bound_call(replace(call, units=units)), self.following(self._original):
             return torch.func.functional_call(self.module(), outside, (), dict(kwargs), tie_weights=False)
 
 
@@ -126,8 +144,9 @@ class Unit:
         self.skeleton, self.path, self.ops, self.seen = skeleton, path, ops, seen
 
     def __call__(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
-        with bound_call(Call(self.ops, mask, positions, unit=self.path, seen=self.seen)):
-            module = self.skeleton.module().get_submodule(self.path)
+        module = self.skeleton.module().get_submodule(self.path)
+        call = Call(self.ops, mask, positions, unit=self.path, seen=self.seen)
+        with bound_call(call), self.skeleton.following(module):
             return torch.func.functional_call(module, params, tuple(args), dict(kwargs), tie_weights=False)
 
 
