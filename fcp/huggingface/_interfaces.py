@@ -1,8 +1,9 @@
-"""What arrives at transformers' attention and mask interfaces, said in fcp's words.
+"""What arrives at transformers' attention, mask and experts interfaces, said in fcp's words.
 
-transformers lets an attention and a mask be registered under a name, and a configuration choose it. Under the name
-"fcp" two functions are registered, once and for good; the private copies that `functional` makes choose it, nobody
-else does. What they do is decided by the call under way (`Call`, a context variable): without one they refuse.
+transformers lets an attention, a mask and a way to compute experts be registered under a name, and a configuration
+choose it. Under the name "fcp" three functions are registered, once and for good; the private copies that `functional`
+makes choose it, nobody else does. What they do is decided by the call under way (`Call`, a context variable): without
+one they refuse.
 
 The mask function is asked for its window or chunk (`_window.py`) and hands the layer an `Opaque` that holds those two
 numbers in the place of a tensor. Nothing can be computed with it: a module that adds a bias to its mask, or slices it,
@@ -17,17 +18,30 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcp._grouped import Project
 from fcp.huggingface._window import words_of
 from fcp.masks import Mask
 from fcp.ops import Ops
 from fcp.typing import Params
 
-__all__ = ["NAME", "Call", "Opaque", "attend", "bound_call", "current", "describe_mask", "register"]
+__all__ = [
+    "NAME",
+    "Call",
+    "Opaque",
+    "attend",
+    "bound_call",
+    "choose_experts",
+    "current",
+    "describe_mask",
+    "kept_modes",
+    "register",
+]
 
 NAME = "fcp"
 
@@ -79,6 +93,28 @@ def bound_call(call: Call) -> Iterator[Call]:
         yield call
     finally:
         _call.reset(token)
+
+
+def kept_modes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` under the torch function modes that are active now, wherever it is called.
+
+    torch turns them off inside a Function that is under a transform, which is where layers are computed again and
+    where experts run; a module's code has to see them there as well.
+    """
+    modes = _modes()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        active = _modes()
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                if not any(mode is each for each in active):
+                    stack.enter_context(mode)
+            return fn(*args, **kwargs)
+
+    return run
+
+
+_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Opaque:
@@ -138,11 +174,13 @@ def _reads_mask(what: str) -> str:
 
 
 def register() -> None:
-    """Makes the two functions known to transformers under `NAME`."""
+    """Makes the three functions known to transformers under `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
+    ExpertsInterface.register(NAME, choose_experts)
 
 
 MASK_ARGUMENTS = {
@@ -247,3 +285,31 @@ def attend(
         sinks=None if sinks is None else sinks.reshape(-1),
     )
     return out.transpose(1, 2).contiguous(), None  # modules go on with view
+
+
+def choose_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **more: Any
+) -> Tensor:
+    """transformers' experts interface: [tokens, hidden] to the same, by `Ops.experts`.
+
+    Raises:
+        ValueError: an argument that is not understood, or experts that end in a norm with parameters of its own.
+    """
+    call = _required()
+    who = f"huggingface: {type(module).__name__}"
+    if args or more:
+        raise ValueError(f"{who} hands more to its experts than rows, choices and weights, which is not understood")
+    if module.has_post_expert_norm:
+        raise ValueError(f"{who} norms what each expert gives (post_expert_norm), which is not computed here")
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    params = {"up": getattr(module, up), "down": module.down_proj}
+    if module.is_transposed:
+        params = {name: x.mT for name, x in params.items()}
+    if module.has_bias:
+        params |= {"up_bias": getattr(module, f"{up}_bias"), "down_bias": module.down_proj_bias}
+    run = kept_modes(partial(_one_expert, module._apply_gate if module.has_gate else module.act_fn))
+    return call.ops.experts(hidden_states[None], top_k_weights[None], top_k_index[None], params, run)[0]
+
+
+def _one_expert(act: Callable[[Tensor], Tensor], rows: Tensor, params: Params, project: Project) -> Tensor:
+    return project(act(project(rows, params["up"], params.get("up_bias"))), params["down"], params.get("down_bias"))

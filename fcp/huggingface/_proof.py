@@ -10,8 +10,8 @@ the halves' own position ids. The logits of a half must be the half of the logit
 values that arrive at every attention call. Every parameter is drawn at random, since a convolution that starts as zeros
 mixes nothing and hides. Where something differs, hooks find the first module whose output does.
 
-The parameters are made a unit at a time inside `Ops.layer`, and are gone after it, so a proof needs the memory of one
-layer; they repeat one block of random numbers, which is faster than to draw them.
+The parameters are made a unit at a time inside `Ops.layer`, so a proof needs the memory of one layer; layers of the
+same shapes have the same ones, which repeat one block of random numbers: to draw them all would cost more than to run.
 
 Left out: what happens only on long rows (the kinds of rope scaling that do are refused by `functional`).
 """
@@ -165,7 +165,7 @@ class Proof:
         vars(self).update(state, _lock=threading.Lock())
 
     def _run_on(self, inputs: Inputs, positions: Tensor | None, seen: Any) -> Tensor:
-        call = Call(replace(LOCAL, attention=_nothing, layer=on_random), inputs.mask, positions, seen=seen)
+        call = Call(replace(LOCAL, attention=_nothing, layer=_OnRandom()), inputs.mask, positions, seen=seen)
         with torch.no_grad():
             logits = self._logits(self._skeleton.parameters(), inputs, call)
         if logits.device.type == "meta":
@@ -219,9 +219,23 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, **settings: Any) -> Ten
     return q.new_zeros((*q.shape[:3], v.shape[-1]))
 
 
-def on_random(fn: Callable[..., Any], layer_params: Any, *args: Any) -> Any:
-    """An `Ops.layer` for parameters without storage: each is drawn here, and gone when the layer ends."""
-    return fn(pytree.map_with_path(drawn, layer_params), *args)
+class _OnRandom:
+    """An `Ops.layer` for parameters without storage: drawn here, and kept while the next layer has the same ones."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Tensor] = {}
+
+    def __call__(self, fn: Callable[..., Any], layer_params: Any, *args: Any) -> Any:
+        held: dict[Any, Tensor] = {}
+
+        def get(path: str, x: Tensor) -> Tensor:
+            key = (path, tuple(x.shape), x.dtype)
+            held[key] = self._held[key] if key in self._held else drawn(path, x)
+            return held[key]
+
+        params = pytree.map_with_path(get, layer_params)
+        self._held = held
+        return fn(params, *args)
 
 
 _block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp import pytree
-from fcp.huggingface._interfaces import NAME, Call, bound_call, current
+from fcp.huggingface._interfaces import NAME, Call, bound_call, current, kept_modes
 from fcp.huggingface._plan import Plan, surround
 from fcp.huggingface._written_out import Following, read_triangles
 from fcp.masks import Mask
@@ -39,9 +39,6 @@ __all__ = ["PARTITIONS", "Skeleton", "Unit"]
 
 PARTITIONS = ("layers and what surrounds them", "layers", "none")
 """What becomes a unit, finest first."""
-
-EXPERTS = "batched_mm"
-"""Of transformers' ways to compute experts the one without control flow that depends on data."""
 
 
 class Skeleton:
@@ -142,8 +139,12 @@ class Unit:
 
     def __init__(self, skeleton: Skeleton, path: str, ops: Ops, seen: Any = None) -> None:
         self.skeleton, self.path, self.ops, self.seen = skeleton, path, ops, seen
+        self._run = kept_modes(self._run_module)
 
     def __call__(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
+        return self._run(params, mask, positions, args, kwargs)
+
+    def _run_module(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
         module = self.skeleton.module().get_submodule(self.path)
         call = Call(self.ops, mask, positions, unit=self.path, seen=self.seen)
         with bound_call(call), self.skeleton.following(module):
@@ -175,7 +176,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
         config._attn_implementation_internal = NAME
         config.use_cache = False  # some take no such argument, and a backward that runs a layer again would add to it
         if hasattr(config, "_experts_implementation_internal"):
-            config._experts_implementation_internal = EXPERTS
+            config._experts_implementation_internal = NAME
     return made
 
 

@@ -64,7 +64,7 @@ def read_triangles(module: nn.Module) -> None:
 
 
 class Scores:
-    """queries [..., seq, dim] times keys^T [..., dim, seq] times `scale`, not computed; then masked, then normalised."""
+    """queries [..., seq, dim] times keys^T [..., dim, seq] times a scale; not computed, then masked, normalised."""
 
     def __init__(self, who: Any, queries: Tensor, keys: Tensor, scale: float = 1.0, shape: Any = None) -> None:
         self._who, self._queries, self._keys, self._scale = who, queries, keys, scale
