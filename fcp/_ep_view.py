@@ -12,7 +12,7 @@ becomes fsdp=2 and fsdp_ep=2. tp is never split: its ranks would hold copies of 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fcp.typing import Expert, Rules
+from fcp.typing import Expert
 
 __all__ = ["EpView", "check_experts", "view"]
 
@@ -74,13 +74,13 @@ def _taken(sizes: Mapping[str, int], ep: int) -> dict[str, int] | None:
     return taken if left == 1 else None
 
 
-def check_experts(rules: Rules | None, model: object, view: EpView, ep: int, plan: str) -> None:
+def check_experts(model: object, view: EpView, ep: int, plan: str) -> None:
     """Raises ValueError for a model without experts, a number that ep does not divide, a plan that does not fit."""
     if plan not in ("dispatch", "all_reduce"):
         raise ValueError(f"transform: ep_plan={plan!r}; it is 'dispatch' or 'all_reduce'")
     if ep == 1:
         return
-    counts = sorted({rule.num for rule in (rules or {}).values() if isinstance(rule, Expert)})
+    counts = sorted({rule.num for rule in (getattr(model, "rules", None) or {}).values() if isinstance(rule, Expert)})
     if not counts:
         raise ValueError(
             f"transform: ep={ep} needs a model with experts, and no rule of {model!r} says that a parameter counts any."

@@ -97,7 +97,7 @@ def transform(
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
     group = view(sizes, ep)
-    check_experts(getattr(base_model(model_fn), "rules", None), base_model(model_fn), group, ep, ep_plan)
+    check_experts(base_model(model_fn), group, ep, ep_plan)
     if mesh is not None:
         _validate_mesh(mesh, sizes)
         mesh = _split_mesh(mesh, group)
@@ -169,6 +169,7 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
                 f"transform: tp={sizes['tp']} needs rules that say how each parameter splits, and {base!r} has none. "
                 f"Wrap it as fcp.Model(config, apply, init, rules), or leave tp out."
             )
+        rules = dict(rules)  # reading them may be what proves them
         wrong = indivisible(rules, "tp", sizes["tp"])
         if wrong:
             smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fcp import pytree
 from fcp._prepare import prepare
 from fcp.ops import LOCAL, Ops
-from fcp.typing import Inputs, Output, Params, Rules
+from fcp.typing import Inputs, Output, Params
 
 __all__ = ["Model"]
 
@@ -35,7 +35,7 @@ class Model:
     config: Any
     apply: Callable[[Params, Inputs, Ops], Output] = field(repr=False)
     init: Callable[..., Params] = field(repr=False)
-    rules: Rules | None = field(repr=False)
+    rules: Any = field(repr=False)  # Rules | None, left unchecked: to peek into a lazy one would make it prove its plan
     prove: Callable[[], None] | None = field(default=None, repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -35,7 +35,7 @@ from fcp.huggingface._skeleton import PARTITIONS, Skeleton
 from fcp.loss import mean_loss
 from fcp.model import Model
 from fcp.ops import Ops
-from fcp.typing import Inputs, Output, Params, Rules
+from fcp.typing import Inputs, Output, Params
 
 __all__ = ["functional", "save"]
 
@@ -144,7 +144,7 @@ def _length_scaled(config: Any) -> set[str]:
     return {str(kind["rope_type"]) for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")}
 
 
-def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, Rules | None]":
+def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, PlanRules | None]":
     """The function and its proof, over the finest partition into units under which the module runs."""
     accepted = frozenset(inspect.signature(module.forward).parameters)
     errors: list[Exception] = []

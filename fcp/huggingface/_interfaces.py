@@ -15,6 +15,7 @@ name. None is swallowed.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -88,9 +89,12 @@ def _required() -> Call:
 
 @contextlib.contextmanager
 def bound_call(call: Call) -> Iterator[Call]:
+    """Makes it the call under way. A module's operations that vmap does one rank at a time are no news there."""
     token = _call.set(call)
     try:
-        yield call
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            yield call
     finally:
         _call.reset(token)
 

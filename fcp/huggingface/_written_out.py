@@ -138,12 +138,15 @@ class Scores:
         if self._triangle is not None and self._triangle.window is not None:
             mask = mask.narrowed(self._triangle.window)
 
+        # Some multiply queries and keys in float32 and cast the weights back: the widest of the three serves all.
+        wide = torch.promote_types(self._queries.dtype, values.dtype)
+
         def heads(x: Tensor) -> Tensor:
-            return x if x.dim() == 4 else x.unflatten(0, (mask.shape[0], -1))
+            return (x if x.dim() == 4 else x.unflatten(0, (mask.shape[0], -1))).to(wide)
 
         keys = self._keys.transpose(-1, -2)
         out, _ = attend(self._who, heads(self._queries), heads(keys), heads(values), mask, scaling=self._scale)
-        out = out.transpose(1, 2)
+        out = out.transpose(1, 2).to(values.dtype)
         return out if values.dim() == 4 else out.flatten(0, 1)
 
     def tensor(self) -> Tensor:

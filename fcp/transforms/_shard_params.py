@@ -74,7 +74,7 @@ def shard_params(model_fn: ModelFn, *, axis: Axes = "tp", how: Literal["rules", 
             f"shard_params: {base_model(model_fn)!r} has no rules, so nothing says how its parameters split over "
             f"{names[0]!r}. Wrap it as fcp.Model(config, apply, init, rules), or store them with how='gather'."
         )
-    return _by_rules(model_fn, names[0], rules)
+    return _by_rules(model_fn, names[0], dict(rules))
 
 
 # --- by rules ---------------------------------------------------------------------------------------------------------
