@@ -50,13 +50,13 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         skip_proof: split the sequence without proof that each position outside attention stands for itself.
 
     Returns:
-        model: an `fcp.Model`; (params, batch) -> Output(loss, logits). It computes in the module's mode: in training, a
-            dropout above zero is refused by `fcp.transform`. Its rules are those of transformers' tensor-parallel plan,
+        model: an `fcp.Model`; (params, batch) -> Output(loss, logits). Its rules are those of transformers' tensor-parallel plan,
             proven when tp first asks for them; None where the module carries no plan.
         params: the module's parameters by transformers' names (they share its memory). Tied weights are one leaf.
 
     Raises:
-        ValueError: no causal language model, or a module that cannot be run as such a function, with the reason.
+        ValueError: no causal language model, one in training mode with a dropout above zero, or a module that cannot
+            be run as such a function, with the reason.
         ImportError: transformers is not installed.
     """
     if isinstance(module, str | Path):
@@ -129,6 +129,15 @@ def _check(module: Any) -> None:
             "functional: the config asks for a router's auxiliary loss (output_router_logits), which is not computed "
             "here; set it to False"
         )
+    if module.training:
+        active = _dropouts(held.config.get_text_config(decoder=True))
+        active |= {name: x.p for name, x in module.named_modules() if isinstance(x, nn.Dropout) and x.p}
+        if active:
+            name, value = next(iter(active.items()))
+            raise ValueError(
+                f"functional: the module is in training mode with dropout ({name}={value}), which is not part of a pure "
+                f"function; set it to 0, or the module to eval()"
+            )
     scaled = sorted(_length_scaled(held.config.get_text_config(decoder=True)))
     if scaled:
         raise ValueError(
@@ -220,18 +229,22 @@ def _at(params: Params, name: str) -> Any:
     return params
 
 
-def _config_of(module: nn.Module) -> Any:
-    """The text model's configuration, as fcp reads it: its dropouts are those of the module's mode."""
-    held: Any = module.config
-    config = copy.deepcopy(held.get_text_config(decoder=True))
-    if not module.training:
-        for name, value in list(vars(config).items()):
-            if "drop" in name and type(value) in (int, float):
-                setattr(config, name, type(value)(0))
-    active = [each.p for each in module.modules() if isinstance(each, nn.Dropout) and each.p and each.training]
-    if active:
-        config.dropout_of_modules = float(max(active))
+def _config_of(module: Any) -> Any:
+    """The text model's configuration, as fcp reads it: no dropout, since none is active."""
+    config = copy.deepcopy(module.config.get_text_config(decoder=True))
+    for name, value in _dropouts(config).items():
+        setattr(config, name, type(value)(0))
     return config
+
+
+def _dropouts(config: Any) -> dict[str, float]:
+    """The dropouts above zero, by a config's names for them; classification heads are no part of the model."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if "drop" in name and not name.startswith(("_", "classifier", "summary"))
+        if type(value) in (int, float) and value > 0
+    }
 
 
 def _init(kind: Any, config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
