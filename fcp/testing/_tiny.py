@@ -8,11 +8,14 @@ layer that the defaults have is kept, once.
 The result has gone through JSON, so it is the configuration that a checkpoint reloads.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BY_TYPE", "SIZES", "WINDOWS", "tiny_config"]
+import torch
+
+__all__ = ["BY_TYPE", "SIZES", "WINDOWS", "tiny_config", "tiny_module"]
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, LENGTH = 32, 4, 2, 8, 48, 96, 64
 
@@ -133,6 +136,29 @@ def tiny_config(model_type: str) -> Any:
     more, _ = BY_TYPE.get(model_type, ({}, ""))
     made = kind(**{**_changes(kind()), **more})
     return kind.from_dict(json.loads(json.dumps(made.to_dict(), default=str)))
+
+
+def tiny_module(config: Any, seed: int = 0, attention: str = "eager") -> Any:
+    """A causal language model in float64, in evaluation mode, every parameter of it random.
+
+    One that is zero or one as it is made (a convolution, a gate, a bias) hides what happens to it.
+
+    Args:
+        config: a configuration of transformers; a copy is used.
+        seed: of the parameters.
+        attention: the implementation that it attends by, "eager" or "sdpa".
+    """
+    import transformers
+
+    config = copy.deepcopy(config)
+    config._experts_implementation = "eager"
+    made: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, x in made.named_parameters():
+            noise = 0.2 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            x.copy_(noise + (1.0 if x.dim() < 2 and "norm" in name else 0.0))
+    return made
 
 
 def _changes(default: Any) -> dict[str, Any]:
