@@ -67,7 +67,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite, two processes side by side (arguments go to pytest)."""
-    run(session, "-m", "pytest", "-n", "2", "-m", "not sweep", *session.posargs, threads=1)
+    run(session, "-m", "pytest", "-n", "2", "-m", "not sweep and not sweep_hf", *session.posargs, threads=1)
 
 
 @nox.session
@@ -81,6 +81,15 @@ def sweep(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """The whole grid on 2, 4 and 8 processes (gloo), its collectives against the simulator's; every fault; launches."""
     run(session, "-m", "pytest", "-q", "tests/distributed", *session.posargs, threads=1)
+
+
+@nox.session
+def sweep_hf(session: nox.Session) -> None:
+    """Every causal language model type of the installed transformers under cp, tp, fsdp; writes SUPPORT.md."""
+    report = str(Path(session.create_tmp()).resolve() / "report.xml")
+    what = ("tests/huggingface/test_model_types.py", f"--junitxml={report}")
+    run(session, "-m", "pytest", "-n", "2", "-q", *what, *session.posargs, threads=1)
+    run(session, "-m", "fcp.testing._support", report)
 
 
 @nox.session

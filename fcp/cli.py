@@ -4,6 +4,7 @@
     fcp check models.llama --checkpoint FOLDER --text FILE --packed --mesh cp=3,tp=3 --mesh cp=2
     torchrun --nproc-per-node 4 -m fcp check models.llama:tiny --cp 2 --tp 2 --distributed
     fcp mask --documents 3,5 --window 3 --cp 2
+    fcp models
 
 `check` computes loss, logits and every gradient of a model function once alone and once for each mesh, and prints the
 errors. The model is named by an import string, resolved from the working folder first; fcp ships no models. Fresh
@@ -43,6 +44,7 @@ from fcp._cli_inputs import (
     text_documents,
     with_window,
 )
+from fcp._cli_models import add_models
 from fcp._compare import report
 from fcp._launch import process_group
 from fcp._prepare import prepare
@@ -124,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk", type=_count, metavar="N", help="chunked attention, length of a chunk")
     add("--pad", type=_padding, metavar="left:N", help="add N padding tokens on the left or right")
     add("--cp", type=_count, default=1, metavar="N", help="mark the shard edges of N ranks")
+    add_models(commands)
     return parser
 
 

@@ -2,6 +2,7 @@
 
     report_view     a comparison: loss, logits and the worst gradient leaves, and one line of judgement
     mask_picture    a mask, one cell a (query, key) pair, with the shard edges of context parallelism
+    grid            rows of words
     steps           what a long run is doing: a bar on a terminal, plain lines elsewhere
     render          any of these as plain text
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MaskPicture",
     "columns",
+    "grid",
     "mask_picture",
     "mimebundle",
     "render",
@@ -107,6 +109,16 @@ def steps(total: int) -> Iterator[Callable[[str], Any]]:
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def grid(titles: list[str], rows: list[list[str]]) -> Table:
+    """A plain table; the last column wraps."""
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, no_wrap=title != titles[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
 def report_view(report: "Report", leaves: int = 12) -> Group:

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_compare",),
     ("__init__",),
     ("testing",),
-    ("_cli_inputs",),
+    ("_cli_inputs", "_cli_models"),
     ("cli",),
     ("__main__",),
 )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp import pytree
+from fcp.axes import batched
 from fcp.huggingface._checkpoint import check_tensors
 from fcp.huggingface._interfaces import Call, register
 from fcp.huggingface._plan import Plan, plan_of
@@ -50,8 +51,8 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         skip_proof: split the sequence without proof that each position outside attention stands for itself.
 
     Returns:
-        model: an `fcp.Model`; (params, batch) -> Output(loss, logits). Its rules are those of transformers' tensor-parallel plan,
-            proven when tp first asks for them; None where the module carries no plan.
+        model: an `fcp.Model`; (params, batch) -> Output(loss, logits). Its rules are those of transformers'
+            tensor-parallel plan, proven when tp first asks for them; None where the module carries no plan.
         params: the module's parameters by transformers' names (they share its memory). Tied weights are one leaf.
 
     Raises:
@@ -65,8 +66,10 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         raise ValueError("functional: dtype is that of a checkpoint; module.to(dtype) converts a module")
     _check(module)
     register()
-    params = _nested({name: x.detach() for name, x in module.named_parameters()})
+    params = _nested(bare_parameters(module))
     apply, proof, rules = _fitting(module, plan_of(module))
+    if skip_proof:
+        apply.proof = None
     model = Model(
         config=_config_of(module),
         apply=apply,
@@ -135,8 +138,8 @@ def _check(module: Any) -> None:
         if active:
             name, value = next(iter(active.items()))
             raise ValueError(
-                f"functional: the module is in training mode with dropout ({name}={value}), which is not part of a pure "
-                f"function; set it to 0, or the module to eval()"
+                f"functional: the module is in training mode with dropout ({name}={value}), which is not part of a "
+                f"pure function; set it to 0, or the module to eval()"
             )
     scaled = sorted(_length_scaled(held.config.get_text_config(decoder=True)))
     if scaled:
@@ -163,6 +166,7 @@ def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, Pl
             function = Function(skeleton, accepted)
             proof = Proof(skeleton, function.logits, module.config)
             function.offset = proof.run_whole(_first_positions(module))
+            function.proof = proof
         except Exception as error:  # of every kind: this is somebody's module
             errors.append(error)
         else:
@@ -190,12 +194,30 @@ class Function:
     def __init__(self, skeleton: Skeleton, accepted: frozenset[str]) -> None:
         self.skeleton, self._accepted = skeleton, accepted
         self.offset = 0  # what the module counts positions from
+        self.proof: Proof | None = None  # None: skipped by name
 
     def __call__(self, params: Params, inputs: Inputs, ops: Ops) -> Output:
+        self._check(inputs)
         leaves = {name: _at(params, name) for name in self.skeleton.names}
         logits = self.logits(leaves, inputs, Call(ops, inputs.mask, inputs.positions + self.offset))
         total, shown = ops.loss(logits, None, inputs.targets)
         return Output(mean_loss(total, inputs.num_targets), shown)
+
+    def _check(self, inputs: Inputs) -> None:
+        """Raises ValueError for a batch that the module would compute something else of."""
+        if self.proof is None:
+            return
+        lead: Any = inputs.tokens if inputs.embeds is None else inputs.embeds
+        if not inputs.mask.plain and (reason := self.proof.mixes()):
+            raise ValueError(
+                f"huggingface: the batch has packed documents or padding, which are told to attention alone, and in "
+                f"this module positions reach each other elsewhere too: {reason}. Give rows of one document each, "
+                f"without padding."
+            )
+        if batched(lead) and (reason := self.proof.branches()):
+            raise ValueError(f"huggingface: simulated ranks cannot run this module: {reason}. Processes can (mesh=).")
+        if inputs.embeds is not None and (reason := self.proof.refuses_embeds()):
+            raise ValueError(f"huggingface: the module takes no embeddings in the place of tokens: {reason}")
 
     def logits(self, leaves: Mapping[str, Any], inputs: Inputs, call: Call) -> Tensor:
         """[batch, seq_local, vocab]: the module's logits."""
@@ -211,6 +233,11 @@ class Function:
         # Modules go on with `view`; a slice of the sequence, as the simulator cuts it, does not lie dense.
         dense = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in given.items() if name in keep}
         return self.skeleton.run(call, leaves, dense).logits
+
+
+def bare_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """By name, without a graph; a tied pair is one, under its first name."""
+    return {name: x.detach() for name, x in module.named_parameters()}
 
 
 def _nested(named: dict[str, Tensor]) -> Params:
@@ -252,4 +279,4 @@ def _init(kind: Any, config: Any, seed: int = 0, dtype: torch.dtype = torch.floa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = kind(copy.deepcopy(config))
-    return _nested({name: x.detach().to(dtype) for name, x in made.named_parameters()})
+    return _nested({name: x.to(dtype) for name, x in bare_parameters(made).items()})

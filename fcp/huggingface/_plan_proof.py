@@ -151,7 +151,7 @@ def _prove_unit(
         filled = list(given)
         for i, x in zip(moving, floats, strict=True):
             filled[i] = x
-        out = Unit(unit.skeleton, unit.path, ops)(params, *pytree.unflatten(spec, filled))
+        out = unit.with_ops(ops)(params, *pytree.unflatten(spec, filled))
         held.append(out)
         return tuple(x for x in pytree.leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
 

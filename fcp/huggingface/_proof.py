@@ -38,6 +38,9 @@ __all__ = ["Proof", "close", "drawn"]
 TOKENS = 8
 """Of the probe."""
 
+HALVES = (slice(TOKENS // 2, TOKENS), slice(0, TOKENS // 2))
+"""The second first: most of what is wrong is wrong there."""
+
 TOLERANCE = 2e-3
 """Relative to the largest entry: above what float32 rounding grows to over a deep stack of random layers, and far below
 what a neighbour's influence amounts to."""
@@ -72,7 +75,7 @@ class Proof:
     def __init__(self, skeleton: Skeleton, logits: Callable[..., Tensor], config: Any) -> None:
         self._skeleton, self._logits, self._config = skeleton, logits, config
         self._lock = threading.Lock()
-        self._verdict: str | None = None  # "" is proven
+        self._found: dict[str, str | None] = {}
         self._offset = 0
 
     def run_whole(self, firsts: list[int]) -> int:
@@ -89,43 +92,63 @@ class Proof:
         raise ValueError("huggingface: position ids 0, 1, 2, ... change what the module computes without any")
 
     def demand(self) -> None:
-        """Raises ValueError with the reason unless the module is proven."""
-        with self._lock:
-            if self._verdict is None:
-                self._verdict = self._judge()
-        if self._verdict:
-            raise ValueError(self._verdict)
+        """Raises ValueError with the reason unless the sequence may be split."""
+        reason = self.mixes() or self.branches()
+        if reason:
+            raise ValueError(
+                f"shard_seq: the sequence of this transformers module cannot be split: {reason}. Each position outside "
+                f"attention must stand for itself, or a rank would compute from its slice alone. Split the batch or "
+                f"the parameters instead (dp, fsdp)."
+            )
 
-    def _judge(self) -> str:
-        half = TOKENS // 2
-        for rows in (slice(half, TOKENS), slice(0, half)):
+    def mixes(self) -> str | None:
+        """How positions reach each other outside of attention; None where each stands for itself."""
+        return self._once("mixes", self._mixes)
+
+    def branches(self) -> str | None:
+        """Why simulated ranks cannot run it together; None where they can."""
+        return self._once("branches", self._branches)
+
+    def refuses_embeds(self) -> str | None:
+        """Why it takes no embeddings in the place of tokens; None where it does."""
+        return self._once("embeds", self._refuses_embeds)
+
+    def _once(self, name: str, find: Callable[[], str | None]) -> str | None:
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = find()
+        return self._found[name]
+
+    def _mixes(self) -> str | None:
+        for rows in HALVES:
             try:
                 part = self._run(rows)
             except Exception as error:  # of every kind: this is somebody's module
-                reason = next(iter(str(error).splitlines()), "")
-                return _refusal(f"it does not run on a slice of the sequence ({type(error).__name__}: {reason})")
+                return f"it does not run on a slice of the sequence ({_words(error)})"
             wrong = _differs(self._whole, part, rows)
             if wrong is not None:
-                return _refusal(self._culprit(rows) or wrong)
-        if not self._whole.calls:
-            return _refusal("nothing in it attends through transformers' attention interface")
-        try:
-            self._together()
-        except Exception as error:  # of every kind: this is somebody's module
-            reason = next(iter(str(error).splitlines()), "")
-            return _refusal(f"its control flow depends on values, which differ between ranks ({reason})")
-        return ""
+                return self._culprit(rows) or wrong
+        return None if self._whole.calls else "nothing in it attends through transformers' attention interface"
 
-    def _together(self) -> None:
-        """Both halves at once, as simulated ranks run them."""
-        halves = [self._inputs(slice(0, TOKENS // 2)), self._inputs(slice(TOKENS // 2, TOKENS))]
-        tokens, positions = (torch.stack([getattr(half, name) for half in halves]) for name in ("tokens", "positions"))
+    def _branches(self) -> str | None:
+        first, second = (self._inputs(rows) for rows in HALVES)
+        tokens = torch.stack([first.tokens, second.tokens])  # type: ignore[list-item]
 
         def run(tokens: Tensor, positions: Tensor) -> Tensor:
-            inputs = replace(halves[0], tokens=tokens, positions=positions)
-            return self._run_on(inputs, positions + self._offset, None)
+            return self._run_on(replace(first, tokens=tokens), positions + self._offset, None)
 
-        torch.func.vmap(run)(tokens, positions)
+        try:
+            torch.func.vmap(run)(tokens, torch.stack([first.positions, second.positions]))
+        except Exception as error:  # of every kind: this is somebody's module
+            return f"its control flow depends on values, which differ between ranks ({_words(error)})"
+        return None
+
+    def _refuses_embeds(self) -> str | None:
+        try:
+            whole, part = (self._run(rows, embeds=True) for rows in (slice(0, TOKENS), HALVES[0]))
+        except Exception as error:  # of every kind: this is somebody's module
+            return _words(error)
+        return _differs(whole, part, HALVES[0])
 
     def _inputs(self, rows: slice) -> Inputs:
         vocab = getattr(self._config.get_text_config(decoder=True), "vocab_size", None) or 64
@@ -141,14 +164,18 @@ class Proof:
             num_positions=torch.tensor(TOKENS),
         )
 
-    def _run(self, rows: slice, *, count: bool = False) -> _Run:
-        """One run on some rows; `count` lets the module count positions itself."""
+    def _run(self, rows: slice, *, count: bool = False, embeds: bool = False) -> _Run:
+        """One run on some tokens; `count` lets the module count positions itself."""
         calls: list[tuple[str, Tensor, Tensor, Tensor]] = []
 
         def seen(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
             calls.append((type(module).__name__, q, k, v))
 
         inputs = self._inputs(rows)
+        if embeds:
+            width = self._skeleton.embedding_width()
+            row = torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            inputs = replace(inputs, tokens=None, embeds=row[:, rows].to(self._skeleton.dtype()))
         return _Run(self._run_on(inputs, None if count else inputs.positions + self._offset, seen), calls)
 
     def run_layers(self, layer: Callable[..., Any]) -> None:
@@ -207,11 +234,9 @@ def what_it_does(name: str, kind: str) -> str:
     return "something from other positions"
 
 
-def _refusal(reason: str) -> str:
-    return (
-        f"shard_seq: the sequence of this transformers module cannot be split: {reason}. Each position outside "
-        f"attention must stand for itself, or a rank would compute from its slice alone. Split the batch or the "
-        f"parameters instead (dp, fsdp)."
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removeprefix(
+        "ValueError: huggingface: "
     )
 
 

@@ -19,7 +19,7 @@ import contextlib
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +86,14 @@ class Skeleton:
         """Every leaf by name, without storage."""
         return dict(self._original.named_parameters())
 
+    def embedding_width(self) -> int:
+        """The last dim of what stands in the place of tokens."""
+        held: Any = self._original
+        return held.get_input_embeddings().weight.shape[-1]
+
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(next(self._original.parameters()).dtype, torch.float32)
+
     def with_parameters(self, named: Mapping[str, Tensor]) -> Any:
         """A module of the original's class and configuration that holds these parameters."""
         made: Any = copy.deepcopy(self._original)
@@ -118,8 +126,14 @@ class Skeleton:
             return forward(*args, **kwargs)
         if any(x.device.type == "meta" for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)):
             raise RuntimeError("a tensor was moved to the device of a parameter outside of the unit it belongs to")
-        unit = Unit(self, path, call.ops, call.seen)
-        return call.ops.layer(unit, call.units[path], call.mask, call.positions, args, kwargs)
+        given = {**dict(enumerate(args)), **kwargs}
+        shared = {key: x for key, x in given.items() if isinstance(x, MutableMapping)}
+        unit = Unit(self, path, call.ops, call.seen, {key: type(x) for key, x in shared.items()})
+        given |= {key: dict(x) for key, x in shared.items()}
+        out, after = call.ops.layer(unit, call.units[path], call.mask, call.positions, given)
+        for key, x in shared.items():
+            x.update(after[key])
+        return out
 
     def run(self, call: Call, leaves: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
         """The whole module on `leaves` by name (some may be stored in pieces)."""
@@ -134,21 +148,33 @@ class Skeleton:
 class Unit:
     """A unit's forward as a function of the parameters it is handed and of its arguments.
 
-    A backward may call it again, in whichever thread it runs.
+    A backward may call it again, in whichever thread it runs. What it writes into a mapping that it shares with other
+    units (keys and values that later layers use again) is part of what it gives: (the output, those mappings after it).
     """
 
-    def __init__(self, skeleton: Skeleton, path: str, ops: Ops, seen: Any = None) -> None:
+    def __init__(self, skeleton: Skeleton, path: str, ops: Ops, seen: Any = None, shared: Any = None) -> None:
         self.skeleton, self.path, self.ops, self.seen = skeleton, path, ops, seen
+        self.shared: Mapping[Any, Callable[[], Any]] = shared or {}
         self._run = kept_modes(self._run_module)
 
-    def __call__(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
-        return self._run(params, mask, positions, args, kwargs)
+    def __call__(self, params: Params, mask: Mask, positions: Any, given: Mapping[Any, Any]) -> Any:
+        return self._run(params, mask, positions, given)
 
-    def _run_module(self, params: Params, mask: Mask, positions: Any, args: Any, kwargs: Any) -> Any:
+    def with_ops(self, ops: Ops) -> "Unit":
+        return Unit(self.skeleton, self.path, ops, self.seen, self.shared)
+
+    def _run_module(self, params: Params, mask: Mask, positions: Any, given: Mapping[Any, Any]) -> Any:
         module = self.skeleton.module().get_submodule(self.path)
         call = Call(self.ops, mask, positions, unit=self.path, seen=self.seen)
+        held = {key: make() for key, make in self.shared.items()}
+        for key, x in held.items():
+            x.update(given[key])
+        given = {**given, **held}
+        args = tuple(given[key] for key in sorted(key for key in given if isinstance(key, int)))
+        kwargs = {key: x for key, x in given.items() if isinstance(key, str)}
         with bound_call(call), self.skeleton.following(module):
-            return torch.func.functional_call(module, params, tuple(args), dict(kwargs), tie_weights=False)
+            out = torch.func.functional_call(module, params, args, kwargs, tie_weights=False)
+        return out, {key: dict(x) for key, x in held.items()}
 
 
 def _at_positions(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

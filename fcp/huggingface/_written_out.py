@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
+from fcp.axes import bare, batched
 from fcp.huggingface._interfaces import Opaque, attend
 
 __all__ = ["Following", "Triangle", "read_triangles"]
@@ -222,17 +223,22 @@ def _squares(*pair: Any) -> bool:
 
 
 def _nothing(x: Any) -> bool:
-    """Whether it is a tensor of zeros that no rank and no derivative has a part in."""
-    return isinstance(x, Tensor) and not is_functorch_wrapped_tensor(x) and not x.requires_grad and not x.any()
+    """Whether it is a tensor of zeros that all ranks hold alike."""
+    if not isinstance(x, Tensor) or batched(x):
+        return False
+    with temporarily_clear_interpreter_stack():
+        return not bool(bare(x).any())
 
 
 def _number(x: Any) -> float | None:
-    """A number, or a tensor that holds one and that no rank and no derivative has a part in."""
+    """A number, or a tensor that holds one that all ranks hold alike and that is no parameter."""
     if isinstance(x, int | float):
         return float(x)
-    if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and not is_functorch_wrapped_tensor(x):
-        return float(x) if math.isfinite(float(x)) else None
-    return None
+    if not isinstance(x, Tensor) or x.dim() or batched(x) or bare(x).requires_grad:
+        return None
+    with temporarily_clear_interpreter_stack():
+        found = float(bare(x))
+    return found if math.isfinite(found) else None
 
 
 def _lowest(dtype: torch.dtype) -> float:

@@ -12,13 +12,13 @@ processes with the same words, and then its tests skip with that reason.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fcp import pytree
-from fcp._compare import compare, relative_error
+from fcp._compare import relative_error, report
 from fcp._launch import launch
 from fcp._simulate import simulate
 from fcp._transform import transform
@@ -57,8 +57,7 @@ class ContextParallelTesterMixin:
         """The model and what it was found to be, made once for all tests of the class."""
         held = cls.__dict__.get("_held")
         if held is None:
-            made = cls.config() if callable(cls.config) else cls.config
-            held = cls._held = _Case(made)
+            held = cls._held = _Case(cls.config)
         return held
 
     # --- the functional form is the module
@@ -69,11 +68,29 @@ class ContextParallelTesterMixin:
     def test_function_is_module_sdpa(self) -> None:
         self._is_module("sdpa")
 
+    def test_gradients_are_the_modules(self) -> None:
+        case = self.case()
+        with wide():
+            _, grads = case.reference("plain")
+            loss = nn.functional.cross_entropy(
+                case.own(case.tokens, grad=True)[:, :-1].flatten(0, 1), case.tokens[:, 1:].flatten()
+            )
+            case.module.zero_grad()
+            loss.backward()
+        named = dict(zip(pytree.paths(grads), pytree.leaves(grads), strict=True))
+        largest = max(float(x.abs().max()) for x in named.values())
+        for name, x in case.module.named_parameters():
+            wanted = torch.zeros_like(x) if x.grad is None else x.grad  # unused, or used where no gradient comes
+            scale = max(float(wanted.abs().max()), 1e-6 * largest)
+            error = relative_error(wanted, named.pop(name), scale)
+            assert error <= self.tolerance, f"{name}: relative error {error:.2e} above {self.tolerance:.0e}"
+        assert not named, f"{', '.join(named)}: no parameter of the module"
+
     def test_packed_is_each_document_alone(self) -> None:
         case = self.case()
         with wide():
             apart = torch.cat([case.own(part) for part in case.tokens.split(DOCUMENTS, 1)], 1)
-            self._close(apart, case.model(case.params, case.batches["packed"]).logits)
+            self._close(apart, case.reference("packed")[0].logits)
 
     def test_left_padded_is_rows_alone(self) -> None:
         self._is_rows("left_padded", slice(SEQ - REAL, SEQ))
@@ -127,12 +144,12 @@ class ContextParallelTesterMixin:
         case = self.case()
         with wide():
             own = case.own(case.tokens, attention)
-            self._close(own, case.model(case.params, case.batches["plain"]).logits)
+            self._close(own, case.reference("plain")[0].logits)
 
     def _is_rows(self, name: str, rows: slice) -> None:
         case = self.case()
         with wide():
-            logits = case.model(case.params, case.batches[name]).logits
+            logits = case.reference(name)[0].logits
             self._close(case.own(case.tokens[:1]), logits[:1])
             self._close(case.own(case.tokens[1:, rows]), logits[1:, rows])
 
@@ -151,28 +168,29 @@ class ContextParallelTesterMixin:
         case = self.case()
         with wide():
             sharded = self._transformed(**sizes)
-            batch = case.batches[name]
-            if name == "embeds":
-                try:
-                    case.model(case.params, batch)
-                except (ValueError, TypeError) as error:
-                    _skip(f"refused: the module takes no embeddings in the place of tokens: {_line(error)}")
-            report = compare(case.model, sharded, case.params, batch)
-            report.assert_close(self.tolerance)
-            expected, actual = (fn(case.params, batch).logits for fn in (case.model, sharded))
-            for mine, theirs in zip(actual.chunk(2, 1), expected.chunk(2, 1), strict=True):  # each rank's slice
+            expected = case.reference(name)
+            actual = self._or_refused(sharded, name)
+            report(*expected, *actual, title=f"{sharded} on {name} rows").assert_close(self.tolerance)
+            slices = zip(expected[0].logits.chunk(2, 1), actual[0].logits.chunk(2, 1), strict=True)
+            for theirs, mine in slices:  # each rank's
                 self._close(theirs, mine)
+
+    def _or_refused(self, fn: Any, name: str) -> Any:
+        """(Output, gradients)."""
+        case = self.case()
+        try:
+            return value_and_grad(fn)(case.params, case.batches[name])
+        except ValueError as error:
+            _skip(f"refused: {error}")
 
     def _inside(self, name: str, **sizes: int) -> None:
         case = self.case()
         with wide():
             sharded = self._transformed(**sizes)
-            expected, wanted = value_and_grad(case.model)(case.params, case.batches[name])
+            expected, wanted = case.reference(name)
             out, grads = simulate(value_and_grad(sharded.model_fn), **sizes)(case.params, case.batches[name])
-            self._close(expected.loss, out.loss)
-            for path, a, b in zip(pytree.paths(wanted), pytree.leaves(wanted), pytree.leaves(grads), strict=True):
-                error = relative_error(a, b)
-                assert error <= self.tolerance, f"{path}: relative error {error:.2e} above {self.tolerance:.0e}"
+            title = f"{sharded}, the derivative on each rank, on {name} rows"
+            report(expected, wanted, out, grads, title=title).assert_close(self.tolerance)
 
 
 class _Case:
@@ -180,10 +198,11 @@ class _Case:
 
     def __init__(self, config: Any) -> None:
         self._why: str | None = None
+        self._references: dict[str, Any] = {}
         self.tokens = torch.randint(3, 60, (2, SEQ), generator=torch.Generator().manual_seed(1))
         try:
             with wide():
-                self.module = tiny_module(config)
+                self.module = tiny_module(config() if callable(config) else config)
                 self.own(self.tokens)
         except Exception as error:  # of every kind: this is somebody's module
             self._why = f"not constructible: {type(error).__name__}: {_line(error)}"
@@ -234,7 +253,16 @@ class _Case:
             },
         }
 
-    def own(self, tokens: Tensor, attention: str = "eager") -> Tensor:
+    def reference(self, name: str) -> Any:
+        """(Output, gradients) of the unsharded function, computed once a batch."""
+        if name not in self._references:
+            try:
+                self._references[name] = value_and_grad(self.model)(self.params, self.batches[name])
+            except ValueError as error:
+                _skip(f"refused: {error}")
+        return self._references[name]
+
+    def own(self, tokens: Tensor, attention: str = "eager", *, grad: bool = False) -> Tensor:
         """The logits of the module's own forward."""
         if self._why is not None:
             _skip(self._why)
@@ -244,7 +272,7 @@ class _Case:
                 module = tiny_module(module.config, attention=attention)
             except ValueError as error:
                 _skip(f"not constructible: {_line(error)}")
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             logits = module(input_ids=tokens, use_cache=False).logits
         if tuple(logits.shape[:2]) != tuple(tokens.shape):
             raise ValueError(f"logits of shape {tuple(logits.shape)} for tokens of shape {tuple(tokens.shape)}")
@@ -255,8 +283,8 @@ def _line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def _skip(reason: str) -> Any:
-    import pytest  # an extra: needed where tests run, and nowhere else
+def _skip(reason: str) -> NoReturn:
+    import pytest  # needed where tests run, and nowhere else
 
     pytest.skip(reason)
 
