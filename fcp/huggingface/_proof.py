@@ -93,7 +93,7 @@ class Proof:
 
     def demand(self) -> None:
         """Raises ValueError with the reason unless the sequence may be split."""
-        reason = self.mixes() or self.branches()
+        reason = self.mixes()
         if reason:
             raise ValueError(
                 f"shard_seq: the sequence of this transformers module cannot be split: {reason}. Each position outside "
