@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from fcp import tables
-from fcp.testing._support import COLUMNS, PROVEN, counts, plain, read
+from fcp.testing._support import COLUMNS, counts, is_proven, plain, read
 
 __all__ = ["add_models"]
 
@@ -38,8 +38,8 @@ def _models(args: argparse.Namespace) -> int:
         return 0
     rows = []
     for name, cells in types.items():
-        marks = ["yes" if said == PROVEN else "" for said in cells.values()]
-        why = next((plain(said) for said in (cells["cp"], cells["packed"]) if said != PROVEN), "")
+        marks = ["yes" if is_proven(said) else "" for said in cells.values()]
+        why = next((plain(said) for said in (cells["cp"], cells["packed"]) if not is_proven(said)), "")
         rows.append([name, *marks, why])
     tables.show(tables.grid([*("model type", *COLUMNS), "refused, or not constructible"], rows))
     found = counts({**support, "types": types})

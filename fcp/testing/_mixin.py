@@ -7,15 +7,18 @@ Two kinds of truth are held against each other. The functional form must be the 
 sdpa, on whole rows, on each document alone, on each row without its padding. And each transform must be the functional
 form: loss, logits and every gradient, in float64, also where the module itself would cast to float32 (`wide`).
 
+A module whose control flow depends on values cannot be run by simulated ranks together; it is run on processes instead.
 A model that fcp refuses is not a failure: it must be refused with a ValueError, in the simulator and on each of two
 processes with the same words, and then its tests skip with that reason.
 """
 
+import math
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fcp import pytree
 from fcp._compare import relative_error, report
@@ -172,17 +175,20 @@ class ContextParallelTesterMixin:
         with wide():
             sharded = self._transformed(**sizes)
             expected = case.reference(name)
-            actual = self._or_refused(sharded, name)
+            actual = self._values(sharded, name, sizes)
             report(*expected, *actual, title=f"{sharded} on {name} rows").assert_close(self.tolerance)
             slices = zip(expected[0].logits.chunk(2, 1), actual[0].logits.chunk(2, 1), strict=True)
             for theirs, mine in slices:  # each rank's
                 self._close(theirs, mine)
 
-    def _or_refused(self, fn: Any, name: str) -> Any:
-        """(Output, gradients)."""
+    def _values(self, sharded: Any, name: str, sizes: dict[str, Any]) -> Any:
+        """(Output, gradients), from processes where simulated ranks cannot run the module."""
         case = self.case()
+        if case.branches is not None:
+            found = partial(_values_here, case.module, sizes, case.batches[name])
+            return launch(found, num_processes=math.prod(_axes(sizes).values()))[0]
         try:
-            return value_and_grad(fn)(case.params, case.batches[name])
+            return value_and_grad(sharded)(case.params, case.batches[name])
         except ValueError as error:
             _skip(f"refused: {error}")
 
@@ -191,6 +197,8 @@ class ContextParallelTesterMixin:
         with wide():
             sharded = self._transformed(**sizes)
             expected, wanted = case.reference(name)
+            if case.branches is not None:
+                _skip(f"on processes: {case.branches}")
             out, grads = simulate(value_and_grad(sharded.model_fn), **sizes)(case.params, case.batches[name])
             title = f"{sharded}, the derivative on each rank, on {name} rows"
             report(expected, wanted, out, grads, title=title).assert_close(self.tolerance)
@@ -256,6 +264,11 @@ class _Case:
             },
         }
 
+    @property
+    def branches(self) -> str | None:
+        """Why simulated ranks cannot run it together; None where they can."""
+        return self.model.apply.proof.branches()
+
     def reference(self, name: str) -> Any:
         """(Output, gradients) of the unsharded function, computed once a batch."""
         if name not in self._references:
@@ -299,13 +312,26 @@ def _refused_on_processes(module: Any, sizes: dict[str, Any], reason: str) -> No
 
 def _refusal_here(module: Any, sizes: dict[str, Any]) -> str | None:
     """What this process says; None if it does not refuse."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    axes = {name: size for name, size in sizes.items() if isinstance(size, int) and not isinstance(size, bool)}
     try:
         with wide():
             model, _ = functional(module)
-            transform(model, **sizes, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=tuple(axes)))
+            transform(model, **sizes, mesh=_mesh(sizes))
     except ValueError as error:
         return str(error)
     return None
+
+
+def _values_here(module: Any, sizes: dict[str, Any], batch: dict[str, Tensor]) -> Any:
+    """(Output, gradients) of this process."""
+    with wide():
+        model, params = functional(module)
+        return value_and_grad(transform(model, **sizes, mesh=_mesh(sizes)))(params, batch)
+
+
+def _axes(sizes: dict[str, Any]) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if type(size) is int}
+
+
+def _mesh(sizes: dict[str, Any]) -> Any:
+    axes = _axes(sizes)
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

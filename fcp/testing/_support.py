@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["COLUMNS", "PROVEN", "counts", "from_report", "markdown", "plain", "read"]
+__all__ = ["COLUMNS", "counts", "from_report", "is_proven", "markdown", "plain", "read"]
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "cp": (
@@ -38,7 +38,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """What a column stands for: the tests of ContextParallelTesterMixin that all have to pass."""
 
-PROVEN, WRONG = "proven", "wrong"
+PROVEN, ON_PROCESSES, WRONG = "proven", "proven on processes", "wrong"
+"""What a cell may say besides a reason; simulated ranks cannot run some modules."""
 
 
 def from_report(path: Path) -> dict[str, Any]:
@@ -65,16 +66,23 @@ def _cell(tests: tuple[str, ...], found: Mapping[str, str]) -> str:
         return WRONG
     if said.get("test_function_is_module_sdpa", "").startswith("not constructible: "):
         del said["test_function_is_module_sdpa"]  # eager alone, where the class has no other attention
-    return next((reason for reason in said.values() if reason != PROVEN), PROVEN)
+    elsewhere = [name for name, reason in said.items() if reason.startswith("on processes: ")]
+    for name in elsewhere:
+        del said[name]
+    return next((reason for reason in said.values() if reason != PROVEN), ON_PROCESSES if elsewhere else PROVEN)
+
+
+def is_proven(said: str) -> bool:
+    return said in (PROVEN, ON_PROCESSES)
 
 
 def counts(support: Mapping[str, Any]) -> Counter[str]:
     """How many types are proven, by column; and "refused" and "not constructible", by their reason under cp."""
     found: Counter[str] = Counter()
     for cells in support["types"].values():
-        found.update(column for column, said in cells.items() if said == PROVEN)
-        if cells["cp"] != PROVEN or cells["packed"] != PROVEN:
-            found[next(said for said in (cells["cp"], cells["packed"]) if said != PROVEN).partition(":")[0]] += 1
+        found.update(column for column, said in cells.items() if is_proven(said))
+        if not (is_proven(cells["cp"]) and is_proven(cells["packed"])):
+            found[next(said for said in (cells["cp"], cells["packed"]) if not is_proven(said)).partition(":")[0]] += 1
     return found
 
 
@@ -86,7 +94,7 @@ def read() -> dict[str, Any]:
 def markdown(support: Mapping[str, Any]) -> str:
     """SUPPORT.md: the table of what is proven, and every reason."""
     types, number = support["types"], counts(support)
-    proven = {name: cells for name, cells in types.items() if cells["cp"] == cells["packed"] == PROVEN}
+    proven = {name: cells for name, cells in types.items() if is_proven(cells["cp"]) and is_proven(cells["packed"])}
     lines = [
         "# Causal language models of transformers under fcp",
         "",
@@ -100,14 +108,16 @@ def markdown(support: Mapping[str, Any]) -> str:
         f"- {number['refused']} are refused, and {number['not constructible']} cannot be made here; why is said below.",
         f"- {number[WRONG]} are wrong.",
         "",
-        "An x is proven: every test behind the column passed. A number is a reason below the table.",
+        "An x is proven: every test behind the column passed. A p is proven on two or four processes, where simulated",
+        "ranks cannot run the module together. A number is a reason below the table.",
         "",
         f"| model type | {' | '.join(COLUMNS)} |",
         f"| --- |{' --- |' * len(COLUMNS)}",
     ]
     reasons: dict[str, int] = {}
     for name, cells in proven.items():
-        marks = ["x" if said == PROVEN else str(reasons.setdefault(said, len(reasons) + 1)) for said in cells.values()]
+        short = {PROVEN: "x", ON_PROCESSES: "p"}
+        marks = [short.get(said) or str(reasons.setdefault(said, len(reasons) + 1)) for said in cells.values()]
         lines.append(f"| `{name}` | {' | '.join(marks)} |")
     lines += ["", *(f"{index}. {plain(reason)}" for reason, index in reasons.items())]
     for title, start in (("Refused", "refused"), ("Not constructible here", "not constructible"), ("Wrong", WRONG)):
@@ -116,13 +126,13 @@ def markdown(support: Mapping[str, Any]) -> str:
             continue
         lines += ["", f"## {title}", "", "| model type | why | proven besides |", "| --- | --- | --- |"]
         for name, cells in rest.items():
-            besides = ", ".join(column for column, said in cells.items() if said == PROVEN)
+            besides = ", ".join(column for column, said in cells.items() if is_proven(said))
             lines.append(f"| `{name}` | {plain(_why(cells))} | {besides} |")
     return "\n".join(lines) + "\n"
 
 
 def _why(cells: Mapping[str, str]) -> str:
-    return next(said for said in (cells["cp"], cells["packed"]) if said != PROVEN)
+    return next(said for said in (cells["cp"], cells["packed"]) if not is_proven(said))
 
 
 def plain(reason: str) -> str:

@@ -21,6 +21,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, LENGTH = 32, 4, 2, 8, 48, 96, 6
 
 _BY_SIZE: Mapping[int, str] = {
     HIDDEN: "hidden_size d_model n_embd emb_dim embedding_size word_embed_proj_dim embedding_dim input_embedding_size "
+    "hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size "
     "output_embedding_size lru_width",
     HEADS: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
     "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
@@ -93,6 +94,7 @@ BY_TYPE: Mapping[str, tuple[Mapping[str, Any], str]] = {
     ),
     "dots3_note_text": ({"num_key_value_heads": HEADS}, FITS),
     "falcon_h1": ({"mamba_d_ssm": 64}, FITS),
+    "gemma3": ({"image_token_index": VOCAB - 1}, "an image token that the vocabulary has, as the defaults' has"),
     "gemma3n_text": (
         {
             "num_hidden_layers": 4,
@@ -122,10 +124,25 @@ BY_TYPE: Mapping[str, tuple[Mapping[str, Any], str]] = {
         },
         "the defaults set no indexer",
     ),
+    "reformer": (
+        {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "lsh_attn_chunk_length": 4}
+        | {"local_attn_chunk_length": 4, "is_decoder": True},
+        FITS,
+    ),
+    "zamba": (
+        {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        "the second kind shares its weights, which takes two of it",
+    ),
     "xmod": ({"default_language": "en_XX"}, "an adapter has to be named"),
     "zaya": ({"num_experts_per_tok": 1}, FITS),
 }
 """What a model type needs beyond its sizes, and why."""
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+}
+"""What a class needs to be made at all, where its defaults do not pass its own checks."""
 
 
 def tiny_config(model_type: str) -> Any:
@@ -134,7 +151,7 @@ def tiny_config(model_type: str) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     more, _ = BY_TYPE.get(model_type, ({}, ""))
-    made = kind(**{**_changes(kind()), **more})
+    made = kind(**{**_changes(kind(**DEFAULTS.get(model_type, {}))), **more})
     return kind.from_dict(json.loads(json.dumps(made.to_dict(), default=str)))
 
 
@@ -165,7 +182,10 @@ def _changes(default: Any) -> dict[str, Any]:
     """What of a default configuration is changed, by the names it has."""
     held = vars(default)
     changed: dict[str, Any] = {
-        name: value for table in (SIZES, WINDOWS) for name, value in table.items() if type(held.get(name)) is int
+        name: value
+        for table in (SIZES, WINDOWS)
+        for name, value in table.items()
+        if type(held.get(name)) is int and held[name]  # zero is none of them, and stays so
     }
     if held.get("kv_lora_rank") and "num_key_value_heads" in changed:
         changed["num_key_value_heads"] = HEADS  # keys of latent attention are as many as its queries
@@ -181,5 +201,6 @@ def _changes(default: Any) -> dict[str, Any]:
     changed |= {name: layers for name in LAYERS if type(held.get(name)) is int}
     for name, value in held.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            changed[name] = {**_changes(value), "model_type": value.model_type}
+            more, _ = BY_TYPE.get(value.model_type, ({}, ""))
+            changed[name] = {**_changes(value), **more, "model_type": value.model_type}
     return changed
