@@ -85,11 +85,13 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session
 def sweep_hf(session: nox.Session) -> None:
-    """Every causal language model type of the installed transformers under cp, tp, fsdp; writes SUPPORT.md."""
+    """Every causal language model type of transformers under cp, tp, fsdp, into SUPPORT.md; SmolLM2's real weights."""
     report = str(Path(session.create_tmp()).resolve() / "report.xml")
-    what = ("tests/huggingface/test_model_types.py", f"--junitxml={report}")
-    run(session, "-m", "pytest", "-n", "2", "-q", *what, *session.posargs, threads=1)
+    types, real = "tests/huggingface/test_model_types.py", "tests/huggingface/test_smollm2.py"
+    alone = f"{types}::test_processes_refuse_what_the_simulator_refuses[all]"  # as the real weights: up to 15 GB
+    run(session, "-m", "pytest", "-n", "2", "-q", types, f"--junitxml={report}", f"--deselect={alone}", threads=1)
     run(session, "-m", "fcp.testing._support", report)
+    run(session, "-m", "pytest", "-q", alone, real, threads=1)
 
 
 @nox.session

@@ -165,7 +165,10 @@ def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, Pl
             skeleton = Skeleton(module, partition, plan, follow=follow)
             function = Function(skeleton, accepted)
             proof = Proof(skeleton, function.logits, module.config)
+            state = torch.get_rng_state()
             function.offset = proof.run_whole(_first_positions(module))
+            if not torch.equal(state, torch.get_rng_state()):
+                raise ValueError("huggingface: the module draws random numbers when it runs, which no function does")
             function.proof = proof
         except Exception as error:  # of every kind: this is somebody's module
             errors.append(error)

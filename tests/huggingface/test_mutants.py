@@ -15,7 +15,7 @@ from torch import Tensor
 import fcp
 from fcp import huggingface
 from fcp.huggingface import _functional, _interfaces, _skeleton
-from fcp.testing import ContextParallelTesterMixin, tiny_config
+from tests.huggingface.modules import mixin_of
 
 pytest.importorskip("transformers")
 
@@ -144,18 +144,10 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], Patch, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_faulty_adapter_is_caught(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model_type, changes, patch, test = MUTANTS[name]
-
-    def config() -> Any:
-        made = tiny_config(model_type)
-        for field, value in changes.items():
-            setattr(made, field, value)
-        return made
-
     patch(monkeypatch)
-    faulty = type("Faulty", (ContextParallelTesterMixin,), {"config": staticmethod(config), "on_processes": False})()
     with pytest.raises((AssertionError, pytest.skip.Exception)) as caught:
-        getattr(faulty, test)()
+        getattr(mixin_of(model_type, **changes), test)()
     if isinstance(caught.value, pytest.skip.Exception):  # refused, where without the fault it is not
         monkeypatch.undo()
-        sound = type("Sound", (ContextParallelTesterMixin,), {"config": staticmethod(config), "on_processes": False})()
-        getattr(sound, test)()
+        _interfaces.register()
+        getattr(mixin_of(model_type, **changes), test)()

@@ -11,7 +11,7 @@ import fcp
 from fcp import Replicated, Shared, Split, huggingface, pytree
 from fcp.huggingface import _plan
 from fcp.testing import wide
-from tests.huggingface.verify import module_of, tokens
+from tests.huggingface.modules import module_of, tokens
 from tests.tolerances import FLOAT64
 
 IDS = tokens()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fcp
 from fcp import huggingface
 from fcp.huggingface import _proof
-from tests.huggingface.verify import module_of, tokens
+from tests.huggingface.modules import module_of, tokens
 
 pytest.importorskip("transformers")
 
