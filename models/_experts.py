@@ -16,9 +16,9 @@ from torch.nn.functional import silu
 
 from fcp import linear
 from fcp.ops import Ops
-from fcp.typing import Params
+from fcp.typing import Output, Params
 
-__all__ = ["auxiliary", "gated_expert", "route_sums", "router_logits", "softmax_top_k"]
+__all__ = ["auxiliary", "gated_expert", "route_sums", "router_logits", "softmax_top_k", "with_statistics"]
 
 
 def router_logits(
@@ -71,6 +71,26 @@ def auxiliary(
     share = counts.sum(0).to(probabilities.dtype) / tokens
     part = share.numel() * (share * (probabilities / tokens)).sum()
     return part, {"tokens_per_expert": counts, "auxiliary_loss": ops.total(part.detach())}
+
+
+def with_statistics(
+    ops: Ops,
+    loss: Float[Tensor, ""] | None,
+    logits: Tensor | None,
+    sums: list[tuple[Tensor, Tensor]],
+    num_experts_per_tok: int,
+    coefficient: float | None,
+) -> Output:
+    """What a model with experts gives: `coefficient` times the auxiliary loss is added to the loss (None: nothing is).
+
+    No sums (no layer has experts): no statistics.
+    """
+    if not sums:
+        return Output(loss, logits)
+    part, statistics = auxiliary(ops, sums, num_experts_per_tok)
+    if loss is not None and coefficient is not None:
+        loss = loss + coefficient * part.to(loss.dtype)
+    return Output(loss, logits, statistics)
 
 
 def gated_expert(rows: Float[Tensor, "rows hidden"], params: Params, project: object) -> Float[Tensor, "rows hidden"]:

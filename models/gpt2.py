@@ -27,12 +27,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm
 
-from fcp import huggingface, linear, pytree
+from fcp import linear, pytree
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rule, Rules, Split
+from models._checkpoint import read_params, write_params
 
 __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
 
@@ -260,17 +261,14 @@ def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = Fal
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
             shape, all named.
     """
-    values, tensors = huggingface.read(path, lazy=lazy)
-    try:
-        config = config_from_json(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: config: {error}") from None
-    # Files of the bare body lack the prefix; old files hold causal masks as buffers.
+    config, params = read_params(path, dtype, lazy, config_from_json, shapes, _renamed)
+    return model(config), params
+
+
+def _renamed(path: str | Path, config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Files of the bare body lack the prefix; old files hold causal masks as buffers."""
     tensors = {n if n.startswith(("transformer.", "lm_head.")) else f"transformer.{n}": x for n, x in tensors.items()}
-    tensors = {n: x for n, x in tensors.items() if not n.endswith((".attn.bias", ".attn.masked_bias"))}
-    wanted = shapes(config)
-    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"})
-    return model(config), pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
+    return {n: x for n, x in tensors.items() if not n.endswith((".attn.bias", ".attn.masked_bias"))}
 
 
 def save(folder: str | Path, config: Config, params: Params) -> None:
@@ -279,6 +277,4 @@ def save(folder: str | Path, config: Config, params: Params) -> None:
     Raises:
         ValueError: parameters that are not this config's.
     """
-    tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
-    huggingface.check_tensors(folder, shapes(config), tensors)
-    huggingface.write(folder, config_to_json(config), tensors)
+    write_params(folder, config, params, config_to_json, shapes)
