@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import fcp
-from tests.grid import Case, batch, cases, model_of, reference, sample
+from tests.grid import FAMILIES, LLAMAS, Case, basic, batch, cases, model_of, reference, sample
 from tests.tolerances import FLOAT64
 from tests.toys import batch_of, gradient, tokens, toy, worst_error
 
@@ -33,6 +33,14 @@ def check(case: Case, **options: Any) -> None:
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
 def test_sample(case: Case) -> None:
     """A fault of any transform under any mask: a target lost, documents joined, a gradient that misses a sum."""
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case", basic(tuple(each for each in FAMILIES if each not in LLAMAS)), ids=lambda case: case.name
+)
+def test_families_that_break_a_rule(case: Case) -> None:
+    """A sink, a norm, a fused matrix, a router or a shared key that a rank reads from elsewhere, or sums twice."""
     check(case)
 
 
