@@ -55,7 +55,7 @@ def read_params(
     wanted = shapes(config)
     if arrange is not None:
         tensors = arrange(path, config, tensors)
-    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"} - wanted.keys())
+    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight", "embed_out.weight"} - wanted.keys())
     return config, pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
 
 

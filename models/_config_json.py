@@ -103,7 +103,7 @@ def own_fields(
     """The fields `names` of a Config whose family has settings of its own, from the values of a config.json.
 
     Args:
-        values: of the file; a value of None is one that it leaves out.
+        values: of the file; a value of None is one that it leaves out, but for a token, of which there is then none.
         model_type: the family's.
         names: the Config's fields, whose values are read as they are (lists as tuples).
         computed: settings that are no field, each with the values that are computed.
@@ -125,7 +125,8 @@ def own_fields(
     wrong += _suspicious(values, (*names, *computed))
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}: not computed here")
-    found = {name: values[name] for name in names if values.get(name) is not None and name not in ELSEWHERE}
+    said = [name for name in names if name in values and name not in ELSEWHERE]
+    found = {name: values[name] for name in said if values[name] is not None or name.endswith("token_id")}
     return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
 
 

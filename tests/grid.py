@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fcp
-from models import gemma, gpt2, gpt_oss, llama
+from models import gemma, gpt2, gpt_neox, gpt_oss, llama
 from tests.toys import batch_of, gradient, randomized, tokens
 
 BATCH, SEQ, VOCAB = 2, 11, 61
@@ -53,6 +53,10 @@ def _gpt2(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
     return gpt2.tiny(vocab_size=VOCAB, n_embd=4 * heads, n_head=heads, n_inner=24, n_positions=SEQ)
 
 
+def _gpt_neox(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return gpt_neox.tiny(vocab_size=VOCAB, hidden_size=4 * heads, num_attention_heads=heads, intermediate_size=24)
+
+
 def _gpt_oss(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
     return gpt_oss.tiny(
         **{"sliding_window": None, "layer_types": None, **windows},
@@ -80,10 +84,11 @@ FAMILIES: dict[str, Make] = {
     "gemma2": _gemma("gemma2"),
     "gemma3_text": _gemma("gemma3_text"),
     "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
 }
 """(query heads, kv heads, what a config says of windows) -> the model; one without grouped heads has the former."""
 
-NO_WINDOWS = ("gpt2",)
+NO_WINDOWS = ("gpt2", "gpt_neox")
 
 MASKS = ("causal", "packed", "left pad", "right pad", "window", "packed window", "mixed layers")
 

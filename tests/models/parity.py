@@ -29,12 +29,17 @@ def batch_of_kind(kind: str) -> dict[str, Tensor]:
     return batch
 
 
+def in_module(path: str) -> str:
+    """A leaf's name in transformers' module, which is its name in a checkpoint but for GPT-NeoX's head."""
+    return path.replace("embed_out.", "lm_head.")
+
+
 def module_of(family: Any, config: Any, params: Any) -> Any:
     """transformers' module of a config, with these parameters; a tied head is all that may be missing."""
     transformers = pytest.importorskip("transformers")
     made = transformers.AutoConfig.for_model(**family.config_to_json(config))
     module = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    named = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
+    named = dict(zip(map(in_module, pytree.paths(params)), pytree.leaves(params), strict=True))
     found = module.load_state_dict(named, strict=False)
     assert (
         not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight", "embed_out.weight"} - named.keys()
@@ -63,7 +68,8 @@ def errors(
     expected.loss.backward()
     wanted = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
     out, found = fcp.value_and_grad(ours or made)(params, batch)
-    grads = {n: x for n, x in zip(pytree.paths(found), pytree.leaves(found), strict=True) if n in wanted or x.any()}
+    named = zip(map(in_module, pytree.paths(found)), pytree.leaves(found), strict=True)
+    grads = {name: x for name, x in named if name in wanted or x.any()}
     real = batch.get("attention_mask", torch.ones(2, 8)) == 1
     if out.statistics is not None and getattr(expected, "aux_loss", None) is not None:
         assert fcp.relative_error(expected.aux_loss.detach(), out.statistics["auxiliary_loss"]) <= PARITY_LOGITS
