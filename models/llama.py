@@ -37,6 +37,7 @@ from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
 from models._checkpoint import read_params, write_params
 from models._config_json import FAMILIES, fields_from_json, fields_to_json
+from models._norms import rms_norm
 from models._rope import apply_rope, check_rope, rope_tables, rope_type
 
 __all__ = [
@@ -245,9 +246,7 @@ def norm(
     config: Config, x: Float[Tensor, "*lead width"], weight: Float[Tensor, " width"]
 ) -> Float[Tensor, "*lead width"]:
     """x / rms(x) * weight over the last dim, the mean in float32 or wider (Zhang and Sennrich 2019)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    return weight * wide.to(x.dtype)
+    return rms_norm(x, weight, config.rms_norm_eps)
 
 
 # --- its parameters ---------------------------------------------------------------------------------------------------

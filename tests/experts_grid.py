@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fcp
-from models import gpt_oss, mixtral
+from models import gpt_oss, llama4, mixtral
 from tests.toys import batch_of, gradient, randomized, tokens
 
 BATCH, SEQ, VOCAB, EXPERTS = 4, 11, 61, 8
@@ -21,8 +21,10 @@ ROUTES = ("uneven", "all to one", "one unused")
 FAMILIES: dict[str, Any] = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), mixtral),
     "gpt_oss": gpt_oss,
+    "llama4": llama4,
 }
-ROUTERS = {"gpt_oss": "router"}
+NO_AUXILIARY_LOSS = ("llama4",)
+ROUTERS = {"gpt_oss": "router", "llama4": "router"}
 """What a family's router is called; "gate" for the others."""
 SOFTMAX_OF_CHOSEN = ("mixtral", "gpt_oss")
 """Their one of one would have the weight 1, and the router no gradient: there a second expert is chosen freely."""
@@ -69,6 +71,7 @@ def cases() -> list[Case]:
         for routes in ROUTES
         for auxiliary in (True, False)
         for family in FAMILIES
+        if not (auxiliary and family in NO_AUXILIARY_LOSS)
     ]
 
 
@@ -89,16 +92,20 @@ def sample(count: int, *, ranks: int | None = None, seed: int = 0) -> list[Case]
 @cache
 def model_of(family: str, routes: str, auxiliary: bool) -> tuple[fcp.Model, Any]:
     k = 1 if routes == "all to one" and family not in SOFTMAX_OF_CHOSEN else 2
-    settings: dict[str, Any] = {"num_local_experts": EXPERTS, "output_router_logits": auxiliary}
+    settings: dict[str, Any] = {"num_local_experts": EXPERTS}
+    if family not in NO_AUXILIARY_LOSS:
+        settings.update(output_router_logits=auxiliary, router_aux_loss_coef=0.5)
+    if family == "llama4":
+        settings.update(moe_layers=(0, 1))
     if FAMILIES[family] is mixtral:
         settings.update(model_type=family, norm_topk_prob=family == "mixtral")
-    model = FAMILIES[family].tiny(**settings, vocab_size=VOCAB, num_experts_per_tok=k, router_aux_loss_coef=0.5)
+    model = FAMILIES[family].tiny(**settings, vocab_size=VOCAB, num_experts_per_tok=k)
     params = randomized(model)
     params["model"]["embed_tokens"]["weight"][:, 0] = 9.0
     bias = {"uneven": {}, "all to one": {3: 2.0}, "one unused": {5: -2.0}}[routes]
     for layer in params["model"]["layers"]:
         layer["post_attention_layernorm"]["weight"][0] = 1.0
-        router = layer["mlp"][ROUTERS.get(family, "gate")]["weight"]
+        router = layer["feed_forward" if family == "llama4" else "mlp"][ROUTERS.get(family, "gate")]["weight"]
         router[:, 0] = 0.0
         for expert, value in bias.items():
             router[expert, 0] = value
