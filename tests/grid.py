@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fcp
-from models import gemma, gpt2, gpt_neox, gpt_oss, llama, llama4
+from models import deepseek, gemma, gpt2, gpt_neox, gpt_oss, llama, llama4
 from tests.toys import batch_of, gradient, randomized, tokens
 
 BATCH, SEQ, VOCAB = 2, 11, 61
@@ -61,6 +61,10 @@ def _llama4(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
     return llama4.tiny(**LIKE_LLAMA, num_attention_heads=heads, num_key_value_heads=kv_heads, num_experts_per_tok=2)
 
 
+def _deepseek(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return deepseek.tiny(vocab_size=VOCAB, num_attention_heads=heads, intermediate_size=24)
+
+
 def _gpt_oss(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
     return gpt_oss.tiny(
         **{"sliding_window": None, "layer_types": None, **windows},
@@ -88,12 +92,13 @@ FAMILIES: dict[str, Make] = {
     "gemma2": _gemma("gemma2"),
     "gemma3_text": _gemma("gemma3_text"),
     "llama4": _llama4,
+    "deepseek_v3": _deepseek,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }
 """(query heads, kv heads, what a config says of windows) -> the model; one without grouped heads has the former."""
 
-NO_WINDOWS = ("llama4", "gpt2", "gpt_neox")
+NO_WINDOWS = ("llama4", "deepseek_v3", "gpt2", "gpt_neox")
 
 MASKS = ("causal", "packed", "left pad", "right pad", "window", "packed window", "mixed layers")
 
