@@ -8,11 +8,11 @@ Its matrices are stored as [in, out]. The fused one is three matrices side by si
 of the three pieces by heads; a cut of the whole would give the first rank queries alone.
 
 Learned positions need a row each. Padding that a transform appends is kept within the table (by `n_positions`). A
-batch that itself goes past it has no answer: all of it becomes NaN, since what its positions hold cannot be asked where
-they are traced.
+batch that itself goes past it is refused by the model; where values cannot be asked for (a trace), all becomes NaN.
 
-Left out: dropout (its rates are a training loop's, and `save` writes 0), cross-attention, untied heads and activations
-other than GELU's tanh form. The last three are refused.
+Left out: dropout, cross-attention, untied heads and activations other than GELU's tanh form. The last three are
+refused. A checkpoint's dropout rates are read and written, and the function computes what transformers' module does
+with them in evaluation; `fcp.transform` refuses rates above 0, which training would have to honour.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "sav
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 """Two names of one function."""
 
+DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -58,6 +60,9 @@ class Config:
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    attn_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
     initializer_range: float = 0.02
     bos_token_id: int | None = 50256
     eos_token_id: int | None = 50256
@@ -70,6 +75,7 @@ class Config:
             wrong.append(f"n_inner {self.n_inner} is below 1 (None for 4 * n_embd)")
         if not wrong and self.n_embd % self.n_head:
             wrong.append(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
+        wrong += [f"{name} {getattr(self, name)} is no rate" for name in DROPOUT if not 0 <= getattr(self, name) < 1]
         if wrong:
             raise ValueError(f"gpt2.Config: {'; '.join(wrong)}")
 
@@ -89,7 +95,13 @@ class Config:
 
 def model(config: Config) -> Model:
     """The model of a config."""
-    return Model(config=config, apply=partial(apply, config), init=partial(init, config), rules=rules(config))
+    return Model(
+        config=config,
+        apply=partial(apply, config),
+        init=partial(init, config),
+        rules=rules(config),
+        num_positions=config.n_positions,
+    )
 
 
 def tiny(**overrides: Any) -> Model:
@@ -235,6 +247,7 @@ def config_from_json(values: Mapping[str, Any]) -> Config:
     wrong += [name for name in ("add_cross_attention", "quantization_config") if values.get(name)]
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}: not computed here")
+    values = {**dict.fromkeys(DROPOUT, 0.1), **values}
     return Config(**{f.name: values[f.name] for f in dataclasses.fields(Config) if f.name in values})
 
 
@@ -246,16 +259,14 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
     }
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = False) -> tuple[Model, Params]:
     """Reads a checkpoint folder with config.json and safetensors; `dtype` None keeps the checkpoint's.
 
-    With `lazy` the parameters stay in their files, for `shard` to read a rank's own slices from.
+    With `lazy` the parameters stay in their files, for `shard` to read a rank's own slices from. To train without the
+    file's dropout: `model(dataclasses.replace(config, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))`.
 
     Raises:
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
