@@ -9,6 +9,8 @@ its value. One factor, how many tokens chose each expert, has no gradient: `ops.
 every rank. What is left is a sum over tokens, of which each rank has its own part, as of the loss of the targets.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,7 +20,15 @@ from fcp import linear
 from fcp.ops import Ops
 from fcp.typing import Output, Params
 
-__all__ = ["auxiliary", "gated_expert", "route_sums", "router_logits", "softmax_top_k", "with_statistics"]
+__all__ = [
+    "auxiliary",
+    "gated_expert",
+    "route_sums",
+    "router_logits",
+    "softmax_top_k",
+    "top_k_of_groups",
+    "with_statistics",
+]
 
 
 def router_logits(
@@ -38,6 +48,19 @@ def softmax_top_k(
     probabilities = logits.softmax(-1)
     weights, indices = probabilities.topk(k, dim=-1)
     return probabilities, weights / weights.sum(-1, keepdim=True) if normalize else weights, indices
+
+
+def top_k_of_groups(
+    scores: Float[Tensor, "batch seq experts"], k: int, *, groups: int, kept: int
+) -> Int[Tensor, "batch seq k"]:
+    """The k best experts of the `kept` best of `groups` equal groups, one being worth the sum of its two best scores.
+
+    (DeepSeek-AI 2024, section 2.1.2: a token travels to few ranks.)
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+    inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    return grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2).topk(k, dim=-1).indices
 
 
 def route_sums(

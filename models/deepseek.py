@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from fcp import pytree
@@ -41,7 +41,8 @@ from fcp.typing import Expert, Inputs, Output, Params, Replicated, Rules, Split
 from models import llama
 from models._checkpoint import ExpertNames, read_params, write_params
 from models._config_json import own_fields, rope_fields, rope_to_json
-from models._experts import gated_expert, route_sums, router_logits, with_statistics
+from models._experts import gated_expert, route_sums, router_logits, top_k_of_groups, with_statistics
+from models._mlp import mlp_rules, mlp_shapes
 from models._norms import rms_norm
 from models._rope import apply_rope, apply_rope_to_pairs, check_rope, rope_tables
 
@@ -250,21 +251,14 @@ def _sparse(
     """The experts that each token chooses, and those that all share."""
     gate = params["gate"]
     scores = router_logits(x, gate["weight"]).sigmoid()
-    indices = _choose(config, scores + gate["e_score_correction_bias"].detach().to(scores.dtype))
+    corrected = scores + gate["e_score_correction_bias"].detach().to(scores.dtype)
+    indices = top_k_of_groups(corrected, config.num_experts_per_tok, groups=config.n_group, kept=config.topk_group)
     weights = scores.gather(-1, indices)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     y = ops.experts(x, weights * config.routed_scaling_factor, indices, params["experts"], gated_expert)
     sums = route_sums(scores / scores.sum(-1, keepdim=True), indices, real)
     return y + llama.mlp(ops, params["shared_experts"], x), sums
-
-
-def _choose(config: Config, scores: Float[Tensor, "batch seq experts"]) -> Int[Tensor, "batch seq k"]:
-    """The k best experts of the best groups; a group is worth the sum of its two best scores."""
-    groups = scores.unflatten(-1, (config.n_group, -1))
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(config.topk_group, dim=-1).indices
-    kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
-    return groups.masked_fill(~kept[..., None], -math.inf).flatten(-2).topk(config.num_experts_per_tok, dim=-1).indices
 
 
 # --- its parameters ---------------------------------------------------------------------------------------------------
@@ -289,11 +283,6 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         attention["q_a_layernorm"] = ((rank,), False)
         attention["q_b_proj"] = ((queries, rank), False)
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-
-    def mlp(name: str, width: int) -> dict[str, tuple[int, ...]]:
-        matrices = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-        return {f"{name}.{matrix}.weight": shape for matrix, shape in matrices.items()}
-
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         for name, (shape, biased) in attention.items():
@@ -301,13 +290,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             if biased:
                 found[f"{layer}.self_attn.{name}.bias"] = shape[:1]
         if index < config.first_k_dense_replace:
-            found.update(mlp(f"{layer}.mlp", config.intermediate_size))
+            found.update(mlp_shapes(f"{layer}.mlp", hidden, config.intermediate_size))
         else:
             found[f"{layer}.mlp.gate.weight"] = (experts, hidden)
             found[f"{layer}.mlp.gate.e_score_correction_bias"] = (experts,)
             found[f"{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
             found[f"{layer}.mlp.experts.down_proj"] = (experts, hidden, width)
-            found.update(mlp(f"{layer}.mlp.shared_experts", config.n_shared_experts * width))
+            found.update(mlp_shapes(f"{layer}.mlp.shared_experts", hidden, config.n_shared_experts * width))
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{layer}.{name}.weight"] = (hidden,)
     found["model.norm.weight"] = (hidden,)
@@ -323,8 +312,7 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
 
 def rules(config: Config) -> Rules:
     """Heads and MLPs by output, what follows them by input, the vocabulary; latents, router and experts whole."""
-    heads, dense, wide = config.num_attention_heads, config.intermediate_size, config.moe_intermediate_size
-    wide *= config.n_shared_experts
+    heads = config.num_attention_heads
     layer: dict[str, Any] = {
         "self_attn.kv_a_*": Replicated(),
         "self_attn.kv_b_proj.weight": Split(0, blocks=heads),
@@ -340,15 +328,11 @@ def rules(config: Config) -> Rules:
     if config.attention_bias:
         layer["self_attn.o_proj.bias"] = Replicated()
     if config.first_k_dense_replace > 0:
-        layer["mlp.gate_proj.weight"] = Split(0, blocks=dense)
-        layer["mlp.up_proj.weight"] = Split(0, blocks=dense)
-        layer["mlp.down_proj.weight"] = Split(1, blocks=dense)
+        layer.update(mlp_rules("mlp", config.intermediate_size))
     if config.first_k_dense_replace < config.num_hidden_layers:
         layer["mlp.gate.*"] = Replicated()
         layer["mlp.experts.*"] = Expert(config.n_routed_experts)
-        layer["mlp.shared_experts.gate_proj.weight"] = Split(0, blocks=wide)
-        layer["mlp.shared_experts.up_proj.weight"] = Split(0, blocks=wide)
-        layer["mlp.shared_experts.down_proj.weight"] = Split(1, blocks=wide)
+        layer.update(mlp_rules("mlp.shared_experts", config.n_shared_experts * config.moe_intermediate_size))
     tables = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
     return {
         **{f"model.layers.*.{name}": rule for name, rule in layer.items()},

@@ -41,6 +41,7 @@ from models import llama
 from models._checkpoint import read_params, write_params
 from models._config_json import own_fields, rope_fields, rope_to_json
 from models._experts import route_sums, router_logits, with_statistics
+from models._mlp import mlp_rules, mlp_shapes
 from models._norms import rms, rms_norm
 from models._rope import apply_rope_to_pairs, check_rope, rope_tables
 
@@ -273,11 +274,6 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
 
     matrices = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-
-    def mlp(name: str, width: int) -> dict[str, tuple[int, ...]]:
-        matrices = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-        return {f"{name}.{matrix}.weight": shape for matrix, shape in matrices.items()}
-
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         for name, (rows, columns) in matrices.items():
@@ -288,9 +284,9 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             found[f"{layer}.feed_forward.router.weight"] = (experts, hidden)
             found[f"{layer}.feed_forward.experts.gate_up_proj"] = (experts, hidden, 2 * width)
             found[f"{layer}.feed_forward.experts.down_proj"] = (experts, width, hidden)
-            found.update(mlp(f"{layer}.feed_forward.shared_expert", width))
+            found.update(mlp_shapes(f"{layer}.feed_forward.shared_expert", hidden, width))
         else:
-            found.update(mlp(f"{layer}.feed_forward", config.intermediate_size_mlp))
+            found.update(mlp_shapes(f"{layer}.feed_forward", hidden, config.intermediate_size_mlp))
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{layer}.{name}.weight"] = (hidden,)
     found["model.norm.weight"] = (hidden,)
@@ -307,7 +303,6 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
 def rules(config: Config) -> Rules:
     """Queries, keys and MLPs by output, what follows them by input, the vocabulary; experts and router whole."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    width, dense = config.intermediate_size, config.intermediate_size_mlp
     layer: dict[str, Any] = {
         "self_attn.q_proj.*": Split(0, blocks=heads),
         "self_attn.k_proj.*": Split(0, blocks=kv_heads),
@@ -320,13 +315,9 @@ def rules(config: Config) -> Rules:
     if config.moe_layers:
         layer["feed_forward.router.weight"] = Replicated()
         layer["feed_forward.experts.*"] = Expert(config.num_local_experts)
-        layer["feed_forward.shared_expert.gate_proj.weight"] = Split(0, blocks=width)
-        layer["feed_forward.shared_expert.up_proj.weight"] = Split(0, blocks=width)
-        layer["feed_forward.shared_expert.down_proj.weight"] = Split(1, blocks=width)
+        layer.update(mlp_rules("feed_forward.shared_expert", config.intermediate_size))
     if len(set(config.moe_layers)) < config.num_hidden_layers:
-        layer["feed_forward.gate_proj.weight"] = Split(0, blocks=dense)
-        layer["feed_forward.up_proj.weight"] = Split(0, blocks=dense)
-        layer["feed_forward.down_proj.weight"] = Split(1, blocks=dense)
+        layer.update(mlp_rules("feed_forward", config.intermediate_size_mlp))
     tables = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not config.tie_word_embeddings)
     return {
         **{f"model.layers.*.{name}": rule for name, rule in layer.items()},
