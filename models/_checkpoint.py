@@ -128,17 +128,16 @@ class ExpertNames:
                 experts.setdefault(f"{match[1]}.mlp.experts", {})[match[3], int(match[2])] = x
         every = range(self.num)
         for name, parts in experts.items():
+            wanted = [(matrix, index) for matrix in (self.gate, self.up, self.down) for index in every]
             missing = [
-                f"expert {i}'s {n}" for n in (self.gate, self.up, self.down) for i in every if (n, i) not in parts
+                f"expert {index}'s {matrix} is missing" for matrix, index in wanted if (matrix, index) not in parts
             ]
-            if missing or len(parts) != 3 * self.num:
-                raise ValueError(
-                    f"{path}: {name} of {self.num} experts: {', '.join(missing[:4]) or 'more'} in the file"
-                )
+            if missing or len(parts) > len(wanted):
+                wrong = "; ".join(missing[:4]) or f"the files have expert {max(index for _, index in parts)}"
+                raise ValueError(f"{path}: {name} of {self.num} experts: {wrong}")
             gate_up = Stack(tuple((parts[self.gate, i], parts[self.up, i]) for i in every))
             down = Stack(tuple((parts[self.down, i],) for i in every))
-            wrong = [each for each in (gate_up, down) if not each.even]
-            if wrong:
+            if not (gate_up.even and down.even):
                 raise ValueError(f"{path}: {name}: experts of different shapes or dtypes in the file")
             lazy = not isinstance(parts[self.down, 0], Tensor)
             found[f"{name}.gate_up_proj"] = gate_up if lazy else gate_up[:]
