@@ -3,9 +3,9 @@
 Problem. A fault of sharding seldom raises: the loss is a little off, or it is exact and one gradient is half of what it
 should be. A single "all close" over everything hides which, and by how much.
 
-Idea. Loss, logits and each gradient leaf get one number, max |difference| / max |reference|, and the leaves are listed
-worst first. Nothing can pass by being absent: a leaf that is missing, one too many, another shape, an infinity or a
-NaN on either side is an infinite error.
+Idea. Loss, logits, each statistic and each gradient leaf get one number, max |difference| / max |reference|, and the
+leaves are listed worst first. Nothing can pass by being absent: a leaf that is missing, one too many, another shape, an
+infinity or a NaN on either side is an infinite error.
 
 The one judgement is scale. A leaf whose gradient is zero in exact arithmetic (a key bias without rotary positions:
 softmax does not see it) holds rounding noise alone, and noise measured against noise is never small; so a leaf is
@@ -66,6 +66,7 @@ class Report:
         loss_error: |difference| / |reference loss|.
         logits_error: max |difference| / max |reference logit|; None where one of the functions gives no logits.
         leaves: one entry a gradient leaf, worst first.
+        statistics: one entry a leaf of `Output.statistics` of the reference or of the other (none: there are none).
         tolerance: what `ok` and `assert_close` accept by default; it follows the dtype of the parameters.
         title: what was compared.
     """
@@ -77,11 +78,13 @@ class Report:
     leaves: tuple[LeafError, ...]
     tolerance: float
     title: str = ""
+    statistics: tuple[LeafError, ...] = ()
 
     @property
     def worst(self) -> float:
         """The largest error of all."""
-        return max([self.loss_error, self.logits_error or 0.0, *(leaf.error for leaf in self.leaves)])
+        leaves = (*self.leaves, *self.statistics)
+        return max([self.loss_error, self.logits_error or 0.0, *(leaf.error for leaf in leaves)])
 
     def ok(self, tolerance: float | None = None) -> bool:
         """Whether no error exceeds `tolerance` (default: `self.tolerance`)."""
@@ -99,6 +102,9 @@ class Report:
         def number(x: float | None) -> float | str | None:
             return x if x is None or math.isfinite(x) else str(x)
 
+        def entry(leaf: LeafError) -> dict[str, Any]:
+            return {"path": leaf.path, "error": number(leaf.error), "scale": number(leaf.scale), "note": leaf.note}
+
         return {
             "title": self.title,
             "ok": self.ok(),
@@ -108,10 +114,8 @@ class Report:
             "loss_error": number(self.loss_error),
             "logits_error": number(self.logits_error),
             "worst_error": number(self.worst),
-            "gradients": [
-                {"path": leaf.path, "error": number(leaf.error), "scale": number(leaf.scale), "note": leaf.note}
-                for leaf in self.leaves
-            ],
+            "gradients": [entry(leaf) for leaf in self.leaves],
+            "statistics": [entry(leaf) for leaf in self.statistics],
         }
 
     def __rich__(self) -> Any:
@@ -175,18 +179,8 @@ def report(expected: Any, expected_grads: Params, actual: Any, actual_grads: Par
 
     One reference may so be compared with several sharded functions. The parameters' dtypes are read off the gradients.
     """
-    wanted = dict(zip(pytree.paths(expected_grads), pytree.leaves(expected_grads), strict=True))
-    got = dict(zip(pytree.paths(actual_grads), pytree.leaves(actual_grads), strict=True))
-    largest = max((_peak(x) for x in wanted.values()), default=0.0)
-    leaves = []
-    for path in {**wanted, **got}:
-        if path not in got or path not in wanted:
-            leaves.append(LeafError(path, math.inf, 0.0, "missing" if path not in got else "not in the reference"))
-            continue
-        scale = max(_peak(wanted[path]), FLOOR * largest)
-        error = relative_error(wanted[path], got[path], scale)
-        leaves.append(LeafError(path, error, scale, _why(wanted[path], got[path]) if error == math.inf else ""))
-    leaves.sort(key=lambda leaf: (-leaf.error, leaf.path))
+    wanted, got = _by_path(expected_grads), _by_path(actual_grads)
+    leaves = _errors(wanted, got, FLOOR * max((_peak(x) for x in wanted.values()), default=0.0))
     logits_error = None
     if expected.logits is not None and actual.logits is not None:
         logits_error = relative_error(expected.logits, actual.logits)
@@ -196,10 +190,28 @@ def report(expected: Any, expected_grads: Params, actual: Any, actual_grads: Par
         loss=float(actual.loss),
         loss_error=relative_error(expected.loss, actual.loss),
         logits_error=logits_error,
-        leaves=tuple(leaves),
+        leaves=leaves,
         tolerance=max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0),
         title=title,
+        statistics=_errors(_by_path(expected.statistics), _by_path(actual.statistics), 0.0),
     )
+
+
+def _by_path(tree: Any) -> dict[str, Tensor]:
+    return {} if tree is None else dict(zip(pytree.paths(tree), pytree.leaves(tree), strict=True))
+
+
+def _errors(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor], floor: float) -> tuple[LeafError, ...]:
+    """One entry a leaf of either, worst first; no leaf is measured against less than `floor`."""
+    leaves = []
+    for path in {**wanted, **got}:
+        if path not in got or path not in wanted:
+            leaves.append(LeafError(path, math.inf, 0.0, "missing" if path not in got else "not in the reference"))
+            continue
+        scale = max(_peak(wanted[path]), floor)
+        error = relative_error(wanted[path], got[path], scale)
+        leaves.append(LeafError(path, error, scale, _why(wanted[path], got[path]) if error == math.inf else ""))
+    return tuple(sorted(leaves, key=lambda leaf: (-leaf.error, leaf.path)))
 
 
 def relative_error(expected: Tensor, actual: Tensor, scale: float | None = None) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fcp._function import Function
 from fcp.typing import IGNORED
 
-__all__ = ["mean_loss", "token_losses"]
+__all__ = ["cap", "mean_loss", "token_losses"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -56,6 +56,11 @@ def token_losses(
     total, picked, held = reduce_sum(torch.stack([total, picked, held])).unbind()
     losses = torch.where(held > 0, torch.log(total) - picked, torch.inf)
     return torch.where(keep, losses, 0.0)
+
+
+def cap(logits: Float[Tensor, "*lead"], softcap: float | None) -> Float[Tensor, "*lead"]:
+    """softcap * tanh(logits / softcap): each stays within softcap of 0 (Gemma 2, section 2.2). None: as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def mean_loss(total: Float[Tensor, ""] | None, num_targets: Int[Tensor, ""]) -> Float[Tensor, ""] | None:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fcp import pytree
 from fcp._prepare import prepare
+from fcp.axes import bare
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, Output, Params
 
@@ -30,6 +33,8 @@ class Model:
             None: nobody said.
         prove: raises ValueError unless each position outside attention stands for itself; asked before the sequence is
             split. None: the function's author vouches for it.
+        num_positions: the rows of its table of learned positions, where it has one: a batch that goes past it is
+            refused.
     """
 
     config: Any
@@ -37,6 +42,7 @@ class Model:
     init: Callable[..., Params] = field(repr=False)
     rules: Any = field(repr=False)  # Rules | None, left unchecked: to peek into a lazy one would make it prove its plan
     prove: Callable[[], None] | None = field(default=None, repr=False)
+    num_positions: int | None = field(default=None, repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every leaf, by path, of the parameters that `init` gives; none of them is made."""
@@ -44,4 +50,19 @@ class Model:
             return pytree.shapes(self.init(seed=0))
 
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
-        return self.apply(params, prepare(inputs), ops)
+        prepared = prepare(inputs)
+        self._check_positions(prepared)
+        return self.apply(params, prepared, ops)
+
+    def _check_positions(self, inputs: Inputs) -> None:
+        """Raises ValueError past the table. The count is that of the whole batch, so every rank raises alike."""
+        reached = bare(inputs.num_positions)
+        if self.num_positions is None or isinstance(reached, FakeTensor) or get_proxy_mode() is not None:
+            return  # where a trace stands for the values there is nothing to read
+        with temporarily_clear_interpreter_stack():
+            found = int(reached.max())
+        if found > self.num_positions:
+            raise ValueError(
+                f"model: position_ids go up to {found - 1}, and this model has learned {self.num_positions} positions, "
+                f"0 to {self.num_positions - 1}. Give shorter rows, or position_ids that start again in each document."
+            )

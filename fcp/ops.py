@@ -19,7 +19,7 @@ from fcp._attention import attention
 from fcp._experts import experts
 from fcp._grouped import ExpertFn
 from fcp._linear import linear
-from fcp.loss import token_losses
+from fcp.loss import cap, token_losses
 from fcp.masks import Mask
 from fcp.typing import Params
 
@@ -50,7 +50,13 @@ class Attention(Protocol):
 @runtime_checkable
 class Loss(Protocol):
     def __call__(
-        self, hidden: Tensor, table: Tensor | None, targets: Tensor | None, *, logits: bool = True
+        self,
+        hidden: Tensor,
+        table: Tensor | None,
+        targets: Tensor | None,
+        *,
+        logits: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
@@ -74,7 +80,8 @@ class Ops:
         embed: (ids [batch, seq], table [vocab, hidden]) -> [batch, seq, hidden].
         loss: (hidden [batch, seq, hidden], table [vocab, hidden], targets [batch, seq] or None) -> (the sum of the
             token losses, a scalar; the logits [batch, seq, vocab]). No targets: the sum is None. `logits=False`: the
-            logits are None. No table: `hidden` are the logits already, over the whole vocabulary.
+            logits are None. No table: `hidden` are the logits already, over the whole vocabulary. `softcap`: each
+            logit x becomes softcap * tanh(x / softcap) before the loss.
         layer: (fn, layer_params, *args) -> fn(layer_params, *args), with every parameter of the model consumed in one
             of these calls: it is where sharded parameters are gathered and where a layer is rematerialised. `args` are
             pytrees; what `fn` closes over must be no tensor.
@@ -107,8 +114,9 @@ def _loss(
     targets: Int[Tensor, "batch seq"] | None,
     *,
     logits: bool = True,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
-    scores = hidden if table is None else linear(hidden, table)
+    scores = cap(hidden if table is None else linear(hidden, table), softcap)
     total = None if targets is None else token_losses(scores, targets).sum()
     return total, (scores if logits else None)
 

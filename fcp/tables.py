@@ -129,6 +129,7 @@ def report_view(report: "Report", leaves: int = 12) -> Group:
 def report_line(report: "Report", *, seconds: float | None = None, reference_seconds: float | None = None) -> Text:
     """One line: `equal` or `NOT EQUAL`, the tolerance, what is worst, and how long it took if that is given."""
     errors = [("loss", report.loss_error), ("logits", report.logits_error or 0.0)]
+    errors += [(f"statistic {leaf.path}", leaf.error) for leaf in report.statistics]
     errors += [(f"grad {leaf.path}", leaf.error) for leaf in report.leaves]
     what, worst = max(errors, key=lambda pair: pair[1])
     if report.ok():
@@ -161,6 +162,8 @@ def report_table(report: "Report", leaves: int = 12) -> Group:
 
     row(f"loss {report.loss:.6f} (reference {report.reference_loss:.6f})", report.loss_error)
     row("logits", report.logits_error)
+    for leaf in report.statistics:
+        row(f"statistic {leaf.path}", leaf.error, leaf.note)
     for leaf in report.leaves[:leaves]:
         row(f"grad {leaf.path}", leaf.error, leaf.note)
     with_notes = any(note for _, _, note, _ in notes)

@@ -16,7 +16,7 @@ from typing import Any
 
 from models._rope import check_rope, rope_type
 
-__all__ = ["FAMILIES", "fields_from_json", "fields_to_json"]
+__all__ = ["FAMILIES", "fields_from_json", "fields_to_json", "own_fields", "rope_fields", "rope_to_json"]
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -75,7 +75,7 @@ def fields_from_json(values: Mapping[str, Any], names: Iterable[str]) -> dict[st
     found.setdefault("head_dim", values["hidden_size"] // heads)
     if isinstance(found.get("eos_token_id"), list):  # any one of several ends a text
         found["eos_token_id"] = tuple(found["eos_token_id"])
-    return {**found, **_rope(values), **_windows(values)}
+    return {**found, **rope_fields(values), **_windows(values)}
 
 
 def _refused(values: Mapping[str, Any]) -> list[str]:
@@ -85,10 +85,57 @@ def _refused(values: Mapping[str, Any]) -> list[str]:
     for name, kinds in BIASES.items():
         if values.get(name) and kind not in kinds:
             wrong.append(f"{name} of {kind}")
-    for name, value in values.items():
-        if name not in ELSEWHERE and any(part in name for part in SUSPECT) and not _neutral(name, value):
-            wrong.append(f"{name} {value!r}" if isinstance(value, int | float | str) else name)
-    return wrong
+    return wrong + _suspicious(values)
+
+
+def _suspicious(values: Mapping[str, Any], known: Iterable[str] = ()) -> list[str]:
+    """The settings, other than those `known`, that reach the computation by their name and are not neutral."""
+    return [
+        f"{name} {value!r}" if isinstance(value, int | float | str) else name
+        for name, value in values.items()
+        if name not in (*ELSEWHERE, *known) and any(part in name for part in SUSPECT) and not _neutral(name, value)
+    ]
+
+
+def own_fields(
+    values: Mapping[str, Any], model_type: str, names: Iterable[str], computed: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The fields `names` of a Config whose family has settings of its own, from the values of a config.json.
+
+    Args:
+        values: of the file; a value of None is one that it leaves out, but for a token, of which there is then none.
+        model_type: the family's.
+        names: the Config's fields, whose values are read as they are (lists as tuples).
+        computed: settings that are no field, each with the values that are computed.
+
+    Raises:
+        ValueError: another model type, a size that is missing, or a setting that is not computed; all of them named.
+    """
+    if values.get("model_type") != model_type:
+        raise ValueError(f"model_type {values.get('model_type')!r} is not {model_type!r}")
+    names = list(names)
+    missing = [name for name in SIZES if name in names and values.get(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing")
+    wrong = [
+        f"{name} {values[name]!r} (computed: {', '.join(map(repr, known))})"
+        for name, known in computed.items()
+        if values.get(name) is not None and values[name] not in known
+    ]
+    wrong += _suspicious(values, (*names, *computed))
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}: not computed here")
+    said = [name for name in names if name in values and name not in ELSEWHERE]
+    found = {name: values[name] for name in said if values[name] is not None or name.endswith("token_id")}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+
+
+def rope_to_json(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The `rope_parameters` of a config.json."""
+    scaling = dict(scaling or {})
+    kind = rope_type(scaling)
+    scaling.pop("type", None)
+    return {**scaling, "rope_type": kind, "rope_theta": theta}
 
 
 def _neutral(name: str, value: Any) -> bool:
@@ -99,12 +146,13 @@ def _neutral(name: str, value: Any) -> bool:
     return not value
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(values: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """The fields `rope_theta` (`theta` where the file says none) and `rope_scaling`."""
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(f"rope_parameters with a set for each of {', '.join(nested)}: one for all layers is read")
-    theta = rope.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    theta = rope.pop("rope_theta", None) or values.get("rope_theta") or theta
     kind = rope_type(rope)
     rope.pop("type", None)
     original = values.get("original_max_position_embeddings")
@@ -147,9 +195,7 @@ def fields_to_json(fields: Mapping[str, Any], windows: list[int | None]) -> dict
         ValueError: a combination that transformers' class of this family does not compute (a window on llama).
     """
     values, kind = dict(fields), fields["model_type"]
-    scaling = dict(values.pop("rope_scaling") or {})
-    rope = {**scaling, "rope_type": rope_type(scaling), "rope_theta": values.pop("rope_theta")}
-    rope.pop("type", None)
+    rope = rope_to_json(values.pop("rope_theta"), values.pop("rope_scaling"))
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
     values.update(rope_parameters=rope, hidden_act="silu", attention_dropout=0.0)
     values["architectures"] = [f"{FAMILIES[kind]}ForCausalLM"]

@@ -9,6 +9,8 @@ its value. One factor, how many tokens chose each expert, has no gradient: `ops.
 every rank. What is left is a sum over tokens, of which each rank has its own part, as of the loss of the targets.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,9 +18,17 @@ from torch.nn.functional import silu
 
 from fcp import linear
 from fcp.ops import Ops
-from fcp.typing import Params
+from fcp.typing import Output, Params
 
-__all__ = ["auxiliary", "gated_expert", "route_sums", "router_logits", "softmax_top_k"]
+__all__ = [
+    "auxiliary",
+    "gated_expert",
+    "route_sums",
+    "router_logits",
+    "softmax_top_k",
+    "top_k_of_groups",
+    "with_statistics",
+]
 
 
 def router_logits(
@@ -38,6 +48,19 @@ def softmax_top_k(
     probabilities = logits.softmax(-1)
     weights, indices = probabilities.topk(k, dim=-1)
     return probabilities, weights / weights.sum(-1, keepdim=True) if normalize else weights, indices
+
+
+def top_k_of_groups(
+    scores: Float[Tensor, "batch seq experts"], k: int, *, groups: int, kept: int
+) -> Int[Tensor, "batch seq k"]:
+    """The k best experts of the `kept` best of `groups` equal groups, one being worth the sum of its two best scores.
+
+    (DeepSeek-AI 2024, section 2.1.2: a token travels to few ranks.)
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+    inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    return grouped.masked_fill(~inside[..., None], -math.inf).flatten(-2).topk(k, dim=-1).indices
 
 
 def route_sums(
@@ -71,6 +94,26 @@ def auxiliary(
     share = counts.sum(0).to(probabilities.dtype) / tokens
     part = share.numel() * (share * (probabilities / tokens)).sum()
     return part, {"tokens_per_expert": counts, "auxiliary_loss": ops.total(part.detach())}
+
+
+def with_statistics(
+    ops: Ops,
+    loss: Float[Tensor, ""] | None,
+    logits: Tensor | None,
+    sums: list[tuple[Tensor, Tensor]],
+    num_experts_per_tok: int,
+    coefficient: float | None,
+) -> Output:
+    """What a model with experts gives: `coefficient` times the auxiliary loss is added to the loss (None: nothing is).
+
+    No sums (no layer has experts): no statistics.
+    """
+    if not sums:
+        return Output(loss, logits)
+    part, statistics = auxiliary(ops, sums, num_experts_per_tok)
+    if loss is not None and coefficient is not None:
+        loss = loss + coefficient * part.to(loss.dtype)
+    return Output(loss, logits, statistics)
 
 
 def gated_expert(rows: Float[Tensor, "rows hidden"], params: Params, project: object) -> Float[Tensor, "rows hidden"]:

@@ -8,7 +8,10 @@ Tables of a float64 model are float64 (transformers' are float32 at the widest).
 batch at hand, where a transformers module keeps the longest stretch it has met until a sequence fits the original
 length again.
 
-Left out: "longrope", heads that are rotated in part, and a scaling for each kind of layer. They are refused.
+A head may be rotated in part (`apply_partial_rope`), or in pairs of neighbours (`apply_rope_to_pairs`), where the
+default pairs its first half with its second. The tables are the same.
+
+Left out: "longrope", which is refused.
 """
 
 import math
@@ -19,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["apply_rope", "check_rope", "rope_tables"]
+__all__ = ["apply_partial_rope", "apply_rope", "apply_rope_to_pairs", "check_rope", "rope_tables"]
 
 TYPES = {
     "default": (),
@@ -53,7 +56,7 @@ def check_rope(scaling: Mapping[str, Any] | None) -> None:
         raise ValueError(f"rope_scaling: type {kind!r} is not supported; supported are {', '.join(TYPES)}")
     given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type") and value is not None}
     if given.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError("rope_scaling: partial_rotary_factor: heads are rotated whole here")
+        raise ValueError("rope_scaling: partial_rotary_factor: this family rotates whole heads")
     missing = [name for name in TYPES[kind] if name not in given]
     unknown = [name for name in given if name not in (*TYPES[kind], *OPTIONAL.get(kind, ()))]
     wrong = [f"needs {', '.join(missing)}"] * bool(missing) + [f"does not read {', '.join(unknown)}"] * bool(unknown)
@@ -161,3 +164,24 @@ def apply_rope(
     """Rotates each pair (x_i, x_{i + dim/2}) by its position's angle."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def apply_partial_rope(
+    x: Float[Tensor, "batch heads seq dim"],
+    cos: Float[Tensor, "batch 1 seq rotated"],
+    sin: Float[Tensor, "batch 1 seq rotated"],
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Rotates the first dims of each head, as many as the tables have; the rest stays."""
+    rotated = cos.shape[-1]
+    return torch.cat([apply_rope(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
+
+
+def apply_rope_to_pairs(
+    x: Float[Tensor, "batch heads seq dim"],
+    cos: Float[Tensor, "batch 1 seq dim"],
+    sin: Float[Tensor, "batch 1 seq dim"],
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Rotates each pair of neighbours (x_2i, x_{2i + 1}) by its position's angle."""
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)

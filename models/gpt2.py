@@ -8,11 +8,11 @@ Its matrices are stored as [in, out]. The fused one is three matrices side by si
 of the three pieces by heads; a cut of the whole would give the first rank queries alone.
 
 Learned positions need a row each. Padding that a transform appends is kept within the table (by `n_positions`). A
-batch that itself goes past it has no answer: all of it becomes NaN, since what its positions hold cannot be asked where
-they are traced.
+batch that itself goes past it is refused by the model; where values cannot be asked for (a trace), all becomes NaN.
 
-Left out: dropout (its rates are a training loop's, and `save` writes 0), cross-attention, untied heads and activations
-other than GELU's tanh form. The last three are refused.
+Left out: dropout, cross-attention, untied heads and activations other than GELU's tanh form. The last three are
+refused. A checkpoint's dropout rates are read and written, and the function computes what transformers' module does
+with them in evaluation; `fcp.transform` refuses rates above 0, which training would have to honour.
 """
 
 import dataclasses
@@ -27,17 +27,20 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm
 
-from fcp import huggingface, linear, pytree
+from fcp import linear, pytree
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rule, Rules, Split
+from models._checkpoint import read_params, write_params
 
 __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
 
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 """Two names of one function."""
+
+DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Config:
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    attn_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
     initializer_range: float = 0.02
     bos_token_id: int | None = 50256
     eos_token_id: int | None = 50256
@@ -69,6 +75,7 @@ class Config:
             wrong.append(f"n_inner {self.n_inner} is below 1 (None for 4 * n_embd)")
         if not wrong and self.n_embd % self.n_head:
             wrong.append(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
+        wrong += [f"{name} {getattr(self, name)} is no rate" for name in DROPOUT if not 0 <= getattr(self, name) < 1]
         if wrong:
             raise ValueError(f"gpt2.Config: {'; '.join(wrong)}")
 
@@ -88,7 +95,13 @@ class Config:
 
 def model(config: Config) -> Model:
     """The model of a config."""
-    return Model(config=config, apply=partial(apply, config), init=partial(init, config), rules=rules(config))
+    return Model(
+        config=config,
+        apply=partial(apply, config),
+        init=partial(init, config),
+        rules=rules(config),
+        num_positions=config.n_positions,
+    )
 
 
 def tiny(**overrides: Any) -> Model:
@@ -234,6 +247,7 @@ def config_from_json(values: Mapping[str, Any]) -> Config:
     wrong += [name for name in ("add_cross_attention", "quantization_config") if values.get(name)]
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}: not computed here")
+    values = {**dict.fromkeys(DROPOUT, 0.1), **values}
     return Config(**{f.name: values[f.name] for f in dataclasses.fields(Config) if f.name in values})
 
 
@@ -245,32 +259,27 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
     }
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = False) -> tuple[Model, Params]:
     """Reads a checkpoint folder with config.json and safetensors; `dtype` None keeps the checkpoint's.
 
-    With `lazy` the parameters stay in their files, for `shard` to read a rank's own slices from.
+    With `lazy` the parameters stay in their files, for `shard` to read a rank's own slices from. To train without the
+    file's dropout: `model(dataclasses.replace(config, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))`.
 
     Raises:
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
             shape, all named.
     """
-    values, tensors = huggingface.read(path, lazy=lazy)
-    try:
-        config = config_from_json(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: config: {error}") from None
-    # Files of the bare body lack the prefix; old files hold causal masks as buffers.
+    config, params = read_params(path, dtype, lazy, config_from_json, shapes, _renamed)
+    return model(config), params
+
+
+def _renamed(path: str | Path, config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Files of the bare body lack the prefix; old files hold causal masks as buffers."""
     tensors = {n if n.startswith(("transformer.", "lm_head.")) else f"transformer.{n}": x for n, x in tensors.items()}
-    tensors = {n: x for n, x in tensors.items() if not n.endswith((".attn.bias", ".attn.masked_bias"))}
-    wanted = shapes(config)
-    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"})
-    return model(config), pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
+    return {n: x for n, x in tensors.items() if not n.endswith((".attn.bias", ".attn.masked_bias"))}
 
 
 def save(folder: str | Path, config: Config, params: Params) -> None:
@@ -279,6 +288,4 @@ def save(folder: str | Path, config: Config, params: Params) -> None:
     Raises:
         ValueError: parameters that are not this config's.
     """
-    tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
-    huggingface.check_tensors(folder, shapes(config), tensors)
-    huggingface.write(folder, config_to_json(config), tensors)
+    write_params(folder, config, params, config_to_json, shapes)

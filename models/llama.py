@@ -29,13 +29,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fcp import huggingface, linear, pytree
+from fcp import linear, pytree
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
+from models._checkpoint import read_params, write_params
 from models._config_json import FAMILIES, fields_from_json, fields_to_json
+from models._norms import rms_norm
 from models._rope import apply_rope, check_rope, rope_tables, rope_type
 
 __all__ = [
@@ -43,10 +45,15 @@ __all__ = [
     "attention",
     "config_from_json",
     "config_to_json",
+    "draw",
+    "embed",
+    "head",
+    "join",
     "load",
     "mlp",
     "model",
     "norm",
+    "project",
     "save",
     "tiny",
 ]
@@ -158,7 +165,7 @@ def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
     body = params["model"]
     x = inputs.embeds
     if x is None:
-        x = ops.layer(partial(_embed, ops), body["embed_tokens"], inputs.tokens)
+        x = ops.layer(partial(embed, ops), body["embed_tokens"], inputs.tokens)
     cos, sin = rope_tables(
         inputs.positions,
         inputs.num_positions,
@@ -171,15 +178,15 @@ def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
     for index, layer_params in enumerate(body["layers"]):
         x = ops.layer(partial(_layer, config, config.window(index), ops), layer_params, x, cos, sin, inputs.mask)
     table = body["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    total, logits = ops.layer(partial(_head, config, ops), {"norm": body["norm"], "table": table}, x, inputs.targets)
+    total, logits = ops.layer(partial(head, config, ops), {"norm": body["norm"], "table": table}, x, inputs.targets)
     return Output(mean_loss(total, inputs.num_targets), logits)
 
 
-def _embed(ops: Ops, params: Params, tokens: Tensor) -> Tensor:
+def embed(ops: Ops, params: Params, tokens: Tensor) -> Tensor:
     return ops.embed(tokens, params["weight"])
 
 
-def _head(config: Config, ops: Ops, params: Params, x: Tensor, targets: Tensor | None) -> Any:
+def head(config: Config, ops: Ops, params: Params, x: Tensor, targets: Tensor | None) -> Any:
     return ops.loss(norm(config, x, params["norm"]["weight"]), params["table"]["weight"], targets)
 
 
@@ -210,26 +217,26 @@ def attention(
     mask: Mask,
 ) -> Tensor:
     def heads(name: str) -> Float[Tensor, "batch heads seq dim"]:
-        return _project(x, params[name]).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        return project(x, params[name]).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
 
     x = ops.enter(x)
     q, k, v = heads("q_proj"), heads("k_proj"), heads("v_proj")
     if config.qk_norm:
         q, k = norm(config, q, params["q_norm"]["weight"]), norm(config, k, params["k_norm"]["weight"])
     out = ops.attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask, window=window)
-    return _join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
+    return join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
 
 
 def mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
     x = ops.enter(x)
-    return _join(ops, silu(_project(x, params["gate_proj"])) * _project(x, params["up_proj"]), params["down_proj"])
+    return join(ops, silu(project(x, params["gate_proj"])) * project(x, params["up_proj"]), params["down_proj"])
 
 
-def _project(x: Tensor, params: Params) -> Tensor:
+def project(x: Tensor, params: Params) -> Tensor:
     return linear(x, params["weight"], params.get("bias"))
 
 
-def _join(ops: Ops, x: Tensor, params: Params) -> Tensor:
+def join(ops: Ops, x: Tensor, params: Params) -> Tensor:
     """The projection that ends split work: the ranks' parts are summed, then the bias is added once."""
     x = ops.leave(linear(x, params["weight"]))
     return x + params["bias"] if "bias" in params else x
@@ -239,9 +246,7 @@ def norm(
     config: Config, x: Float[Tensor, "*lead width"], weight: Float[Tensor, " width"]
 ) -> Float[Tensor, "*lead width"]:
     """x / rms(x) * weight over the last dim, the mean in float32 or wider (Zhang and Sennrich 2019)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    return weight * wide.to(x.dtype)
+    return rms_norm(x, weight, config.rms_norm_eps)
 
 
 # --- its parameters ---------------------------------------------------------------------------------------------------
@@ -359,16 +364,13 @@ def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = Fal
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
             shape, all named.
     """
-    values, tensors = huggingface.read(path, lazy=lazy)
-    try:
-        config = config_from_json(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: config: {error}") from None
-    wanted = shapes(config)
-    # Early Llama checkpoints store a table that is computed here.
-    tensors = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"} if config.tie_word_embeddings else ())
-    return model(config), pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
+    config, params = read_params(path, dtype, lazy, config_from_json, shapes, _without_tables)
+    return model(config), params
+
+
+def _without_tables(path: str | Path, config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Early Llama checkpoints store a table that is computed here."""
+    return {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def save(folder: str | Path, config: Config, params: Params) -> None:
@@ -377,6 +379,4 @@ def save(folder: str | Path, config: Config, params: Params) -> None:
     Raises:
         ValueError: parameters that are not this config's, or a config that transformers has no class for.
     """
-    tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
-    huggingface.check_tensors(folder, shapes(config), tensors)
-    huggingface.write(folder, config_to_json(config), tensors)
+    write_params(folder, config, params, config_to_json, shapes)

@@ -26,15 +26,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fcp import huggingface, linear, pytree
+from fcp import linear, pytree
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
 from fcp.ops import Ops
 from fcp.typing import Expert, Inputs, Output, Params, Replicated, Rules, Split
 from models import llama
+from models._checkpoint import ExpertNames, read_params, write_params
 from models._config_json import fields_from_json, fields_to_json
-from models._experts import auxiliary, gated_expert, route_sums, router_logits, softmax_top_k
+from models._experts import gated_expert, route_sums, router_logits, softmax_top_k, with_statistics
 from models._rope import rope_tables
 
 __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
@@ -139,7 +140,7 @@ def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
     body = params["model"]
     x = inputs.embeds
     if x is None:
-        x = ops.layer(partial(_embed, ops), body["embed_tokens"], inputs.tokens)
+        x = ops.layer(partial(llama.embed, ops), body["embed_tokens"], inputs.tokens)
     cos, sin = rope_tables(
         inputs.positions,
         inputs.num_positions,
@@ -154,22 +155,13 @@ def apply(config: Config, params: Params, inputs: Inputs, ops: Ops) -> Output:
         x, found = ops.layer(partial(_layer, config, index, ops), layer_params, x, cos, sin, inputs.mask, inputs.real)
         sums += [found] if found is not None else []
     table = body["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    total, logits = ops.layer(partial(_head, config, ops), {"norm": body["norm"], "table": table}, x, inputs.targets)
-    loss = mean_loss(total, inputs.num_targets)
-    if not sums:
-        return Output(loss, logits)
-    part, statistics = auxiliary(ops, sums, config.num_experts_per_tok)
-    if loss is not None and config.output_router_logits:
-        loss = loss + config.router_aux_loss_coef * part.to(loss.dtype)
-    return Output(loss, logits, statistics)
-
-
-def _embed(ops: Ops, params: Params, tokens: Tensor) -> Tensor:
-    return ops.embed(tokens, params["weight"])
-
-
-def _head(config: Config, ops: Ops, params: Params, x: Tensor, targets: Tensor | None) -> Any:
-    return ops.loss(llama.norm(config, x, params["norm"]["weight"]), params["table"]["weight"], targets)
+    total, logits = ops.layer(
+        partial(llama.head, config, ops), {"norm": body["norm"], "table": table}, x, inputs.targets
+    )
+    coefficient = config.router_aux_loss_coef if config.output_router_logits else None
+    return with_statistics(
+        ops, mean_loss(total, inputs.num_targets), logits, sums, config.num_experts_per_tok, coefficient
+    )
 
 
 def _layer(
@@ -341,21 +333,21 @@ def config_to_json(config: Config) -> dict[str, Any]:
     return values
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Model, Params]:
-    """Reads a checkpoint folder with config.json and safetensors.
+def load(path: str | Path, dtype: torch.dtype | None = None, *, lazy: bool = False) -> tuple[Model, Params]:
+    """Reads a checkpoint folder with config.json and safetensors; `dtype` None keeps the checkpoint's.
+
+    With `lazy` the parameters stay in their files, for `shard` to read a rank's own slices from.
 
     Raises:
         ValueError: no readable checkpoint, another architecture, or tensors that are missing, unknown or of another
             shape, all named.
     """
-    values, tensors = huggingface.read(path)
-    try:
-        config = config_from_json(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: config: {error}") from None
-    wanted, tensors = shapes(config), _stacked(path, config, tensors)
-    huggingface.check_tensors(path, wanted, tensors, tied={"lm_head.weight"} if config.tie_word_embeddings else ())
-    return model(config), pytree.nest({n: tensors[n] if dtype is None else tensors[n].to(dtype) for n in wanted})
+
+    def stacked(path: str | Path, config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+        return _names(config).stacked(path, tensors)
+
+    config, params = read_params(path, dtype, lazy, config_from_json, shapes, stacked)
+    return model(config), params
 
 
 def save(folder: str | Path, config: Config, params: Params) -> None:
@@ -364,53 +356,10 @@ def save(folder: str | Path, config: Config, params: Params) -> None:
     Raises:
         ValueError: parameters that are not this config's, or a config that transformers has no class for.
     """
-    tensors = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
-    huggingface.check_tensors(folder, shapes(config), tensors)
-    huggingface.write(folder, config_to_json(config), _apart(config, tensors))
+    write_params(folder, config, params, config_to_json, shapes, lambda config, tensors: _names(config).apart(tensors))
 
 
-def _expert_names(config: Config) -> tuple[str, tuple[str, str, str]]:
-    """What a layer's sparse part is called in a file, and an expert's gate, up and down matrices."""
+def _names(config: Config) -> ExpertNames:
     if config.model_type == "mixtral":
-        return "block_sparse_moe", ("w1", "w3", "w2")
-    return "mlp", ("gate_proj", "up_proj", "down_proj")
-
-
-def _apart(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """From one tensor a layer to one an expert, under the names of files."""
-    part, (gate, up, down) = _expert_names(config)
-    found: dict[str, Tensor] = {}
-    for name, x in tensors.items():
-        stem, is_expert, kind = name.replace(".mlp.", f".{part}.").partition(".experts.")
-        if not is_expert:
-            found[stem if config.sparse(_layer_of(name)) else name] = x
-            continue
-        for index, expert in enumerate(x):
-            halves = dict(zip((gate, up), expert.chunk(2), strict=True)) if kind == "gate_up_proj" else {down: expert}
-            found.update({f"{stem}.experts.{index}.{key}.weight": half for key, half in halves.items()})
-    return found
-
-
-def _layer_of(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[2]) if parts[1] == "layers" else -1
-
-
-def _stacked(path: str | Path, config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `_apart`; tensors that are stacked already stay."""
-    part, (gate, up, down) = _expert_names(config)
-    found, experts = {}, {}
-    for name, x in tensors.items():
-        own = re.fullmatch(rf"(.*)\.{part}\.experts\.(\d+)\.({gate}|{up}|{down})\.weight", name)
-        if own is None:
-            found[name.replace(f".{part}.", ".mlp.")] = x
-        else:
-            experts.setdefault(f"{own[1]}.mlp.experts", {})[(own[3], int(own[2]))] = x
-    every = range(config.num_local_experts)
-    for name, parts in experts.items():
-        missing = [f"expert {i}'s {key}" for key in (gate, up, down) for i in every if (key, i) not in parts]
-        if missing or len(parts) != 3 * len(every):
-            raise ValueError(f"{path}: {name} of {len(every)} experts: {', '.join(missing[:4]) or 'more'} in the file")
-        found[f"{name}.gate_up_proj"] = torch.stack([torch.cat([parts[gate, i], parts[up, i]]) for i in every])
-        found[f"{name}.down_proj"] = torch.stack([parts[down, i] for i in every])
-    return found
+        return ExpertNames(config.num_local_experts, "block_sparse_moe", "w1", "w3", "w2")
+    return ExpertNames(config.num_local_experts)

@@ -12,13 +12,23 @@ from typing import Any
 import torch
 
 import fcp
-from models import mixtral
+from models import deepseek, gpt_oss, llama4, mixtral
 from tests.toys import batch_of, gradient, randomized, tokens
 
 BATCH, SEQ, VOCAB, EXPERTS = 4, 11, 61, 8
 MASKS = ("plain", "packed", "left pad")
 ROUTES = ("uneven", "all to one", "one unused")
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), mixtral),
+    "gpt_oss": gpt_oss,
+    "llama4": llama4,
+    "deepseek_v3": deepseek,
+}
+NO_AUXILIARY_LOSS = ("llama4", "deepseek_v3")
+ROUTERS = {"gpt_oss": "router", "llama4": "router"}
+"""What a family's router is called; "gate" for the others."""
+SOFTMAX_OF_CHOSEN = ("mixtral", "gpt_oss")
+"""Their one of one would have the weight 1, and the router no gradient: there a second expert is chosen freely."""
 MESHES: tuple[dict[str, Any], ...] = (
     {"cp": 2, "ep": 2},
     {"cp": 2, "fsdp": 2, "ep": 4},
@@ -62,6 +72,7 @@ def cases() -> list[Case]:
         for routes in ROUTES
         for auxiliary in (True, False)
         for family in FAMILIES
+        if not (auxiliary and family in NO_AUXILIARY_LOSS)
     ]
 
 
@@ -81,24 +92,28 @@ def sample(count: int, *, ranks: int | None = None, seed: int = 0) -> list[Case]
 
 @cache
 def model_of(family: str, routes: str, auxiliary: bool) -> tuple[fcp.Model, Any]:
-    # Mixtral's one of one would have the weight 1, and its router no gradient: there a second expert is chosen freely.
-    model = mixtral.tiny(
-        model_type=family,
-        vocab_size=VOCAB,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=1 if routes == "all to one" and family != "mixtral" else 2,
-        norm_topk_prob=family == "mixtral",
-        output_router_logits=auxiliary,
-        router_aux_loss_coef=0.5,
-    )
+    k = 1 if routes == "all to one" and family not in SOFTMAX_OF_CHOSEN else 2
+    settings: dict[str, Any] = {"n_routed_experts" if family == "deepseek_v3" else "num_local_experts": EXPERTS}
+    if family not in NO_AUXILIARY_LOSS:
+        settings.update(output_router_logits=auxiliary, router_aux_loss_coef=0.5)
+    if family == "llama4":
+        settings.update(moe_layers=(0, 1))
+    if family == "deepseek_v3":
+        settings.update(first_k_dense_replace=0, n_group=2, topk_group=1, norm_topk_prob=k > 1)
+    if FAMILIES[family] is mixtral:
+        settings.update(model_type=family, norm_topk_prob=family == "mixtral")
+    model = FAMILIES[family].tiny(**settings, vocab_size=VOCAB, num_experts_per_tok=k)
     params = randomized(model)
     params["model"]["embed_tokens"]["weight"][:, 0] = 9.0
     bias = {"uneven": {}, "all to one": {3: 2.0}, "one unused": {5: -2.0}}[routes]
     for layer in params["model"]["layers"]:
         layer["post_attention_layernorm"]["weight"][0] = 1.0
-        layer["mlp"]["gate"]["weight"][:, 0] = 0.0
+        router = layer["feed_forward" if family == "llama4" else "mlp"][ROUTERS.get(family, "gate")]["weight"]
+        if family == "deepseek_v3":
+            layer["mlp"]["gate"]["e_score_correction_bias"] *= 0.1
+        router[:, 0] = 0.0
         for expert, value in bias.items():
-            layer["mlp"]["gate"]["weight"][expert, 0] = value
+            router[expert, 0] = value
     return model, params
 
 

@@ -5,6 +5,7 @@ divides it), documents that cross shard edges, and head counts that cp divides, 
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 
 import fcp
-from models import llama
+from models import deepseek, gemma, gpt2, gpt_neox, gpt_oss, llama, llama4
 from tests.toys import batch_of, gradient, randomized, tokens
 
 BATCH, SEQ, VOCAB = 2, 11, 61
 
-FAMILIES: dict[str, dict[str, Any]] = {
+LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {
         "attention_bias": True,
         "mlp_bias": True,
@@ -38,6 +39,66 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3"},
     "smollm": {"tie_word_embeddings": True},
 }
+
+Make = Callable[[int, int, dict[str, Any]], fcp.Model]
+
+
+def _llama(family: str) -> Make:
+    return lambda heads, kv_heads, windows: llama.tiny(
+        **{**LLAMAS[family], **windows}, **LIKE_LLAMA, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+
+
+def _gpt2(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return gpt2.tiny(vocab_size=VOCAB, n_embd=4 * heads, n_head=heads, n_inner=24, n_positions=SEQ)
+
+
+def _gpt_neox(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return gpt_neox.tiny(vocab_size=VOCAB, hidden_size=4 * heads, num_attention_heads=heads, intermediate_size=24)
+
+
+def _llama4(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return llama4.tiny(**LIKE_LLAMA, num_attention_heads=heads, num_key_value_heads=kv_heads, num_experts_per_tok=2)
+
+
+def _deepseek(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return deepseek.tiny(vocab_size=VOCAB, num_attention_heads=heads, intermediate_size=24)
+
+
+def _gpt_oss(heads: int, kv_heads: int, windows: dict[str, Any]) -> fcp.Model:
+    return gpt_oss.tiny(
+        **{"sliding_window": None, "layer_types": None, **windows},
+        **LIKE_LLAMA,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+def _gemma(family: str) -> Make:
+    return lambda heads, kv_heads, windows: gemma.tiny(
+        **{"sliding_window": None, "layer_types": None, **windows},
+        **LIKE_LLAMA,
+        model_type=family,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+LIKE_LLAMA: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 24, "head_dim": 4}
+
+FAMILIES: dict[str, Make] = {
+    **{name: _llama(name) for name in LLAMAS},
+    "gpt_oss": _gpt_oss,
+    "gemma2": _gemma("gemma2"),
+    "gemma3_text": _gemma("gemma3_text"),
+    "llama4": _llama4,
+    "deepseek_v3": _deepseek,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}
+"""(query heads, kv heads, what a config says of windows) -> the model; one without grouped heads has the former."""
+
+NO_WINDOWS = ("llama4", "deepseek_v3", "gpt2", "gpt_neox")
 
 MASKS = ("causal", "packed", "left pad", "right pad", "window", "packed window", "mixed layers")
 
@@ -81,6 +142,7 @@ def cases() -> list[Case]:
         for mask in MASKS
         for mesh in MESHES
         if all(count % mesh.get("tp", 1) == 0 for count in heads)
+        and not (family in NO_WINDOWS and ("window" in mask or mask == "mixed layers"))
     ]
 
 
@@ -99,24 +161,27 @@ def sample(count: int, seed: int = 0) -> list[Case]:
     return (chosen + rest)[:count]
 
 
+BASIC: tuple[dict[str, int], ...] = ({"cp": 2}, {"cp": 3}, {"cp": 4}, {"tp": 2}, {"fsdp": 2}, {"cp": 2, "tp": 2})
+
+
+def basic(families: tuple[str, ...], seed: int = 0) -> list[Case]:
+    """For each of the families one case of each basic mesh, the masks and head counts drawn."""
+    draw, every = random.Random(seed), cases()
+    return [
+        draw.choice([case for case in every if case.family == family and dict(case.mesh) == mesh])
+        for family in families
+        for mesh in BASIC
+    ]
+
+
 @cache
 def model_of(family: str, mask: str, heads: tuple[int, int]) -> tuple[fcp.Model, Any]:
-    more: dict[str, Any] = {}
+    windows: dict[str, Any] = {}
     if "window" in mask:
-        more["sliding_window"] = 3
+        windows["sliding_window"] = 3
     if mask == "mixed layers":
-        more.update(sliding_window=3, layer_types=("full_attention", "sliding_attention"))
-    model = llama.tiny(
-        **{
-            **FAMILIES[family],
-            **more,
-            "vocab_size": VOCAB,
-            "intermediate_size": 24,
-            "num_attention_heads": heads[0],
-            "num_key_value_heads": heads[1],
-            "head_dim": 4,
-        }
-    )
+        windows.update(sliding_window=3, layer_types=("full_attention", "sliding_attention"))
+    model = FAMILIES[family](*heads, windows)
     return model, randomized(model)
 
 

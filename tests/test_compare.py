@@ -9,8 +9,8 @@ import torch
 
 import fcp
 from fcp import _compare, pytree
-from models import llama
-from tests.toys import batch_of, tokens, toy
+from models import llama, mixtral
+from tests.toys import batch_of, randomized, tokens, toy
 
 BATCH = batch_of(tokens(2, 8))
 
@@ -251,3 +251,25 @@ def test_relative_error_of_low_precision_is_taken_in_float64():
     """A difference of bfloat16 tensors rounded to bfloat16 itself (here to 255)."""
     expected, actual = (torch.tensor([x], dtype=torch.bfloat16) for x in (256.0, 1.0078125))
     assert fcp.relative_error(expected, actual) == (256 - 1.0078125) / 256
+
+
+def test_statistics_are_compared():
+    """A count of tokens that is one rank's, or that is lost, beside a loss and gradients that are right."""
+    model = mixtral.tiny()
+    params, batch = randomized(model), batch_of(tokens(2, 8))
+    fcp.compare(model, fcp.transform(model, cp=2, ep=2), params, batch).assert_close()
+
+    def lost(params, inputs, ops=fcp.LOCAL):
+        return fcp.Output(*model(params, inputs, ops))
+
+    def halved(params, inputs, ops=fcp.LOCAL):
+        out = model(params, inputs, ops)
+        counts = out.statistics["tokens_per_expert"] // 2
+        return fcp.Output(out.loss, out.logits, {**out.statistics, "tokens_per_expert": counts})
+
+    pairs = ((model, lost, "missing"), (model, halved, "differs"), (lost, model, "not in the reference"))
+    for reference, other, words in pairs:
+        report = fcp.compare(reference, other, params, batch)
+        assert report.loss_error == 0 and not report.ok()
+        assert "statistic tokens_per_expert" in str(report) and words in str(report)
+        assert {entry["path"] for entry in report.as_dict()["statistics"]} == {"tokens_per_expert", "auxiliary_loss"}

@@ -4,11 +4,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 import fcp
-from tests.grid import Case, batch, cases, model_of, reference, sample
+from fcp import pytree
+from tests.grid import FAMILIES, LLAMAS, Case, basic, batch, cases, model_of, reference, sample
 from tests.tolerances import FLOAT64
-from tests.toys import batch_of, gradient, tokens, toy, worst_error
+from tests.toys import batch_of, gradient, randomized, tokens, toy, worst_error
 
 SAMPLE = sample(56)
 
@@ -34,6 +36,26 @@ def check(case: Case, **options: Any) -> None:
 def test_sample(case: Case) -> None:
     """A fault of any transform under any mask: a target lost, documents joined, a gradient that misses a sum."""
     check(case)
+
+
+OTHERS = tuple(family for family in FAMILIES if family not in LLAMAS)
+
+
+@pytest.mark.parametrize("case", basic(OTHERS), ids=lambda case: case.name)
+def test_families_that_break_a_rule(case: Case) -> None:
+    """A sink, a norm, a fused matrix, a router or a shared key that a rank reads from elsewhere, or sums twice."""
+    check(case)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_bfloat16_stays_bfloat16(family: str) -> None:
+    """A router's or a norm's float32 that reaches the residual stream, or the gradients."""
+    model = model_of(family, "causal", (8, 4))[0]
+    params = randomized(model, dtype=torch.bfloat16)
+    for fn in (model, fcp.transform(model, cp=2, tp=2)):
+        out, grads = fcp.value_and_grad(fn)(params, batch("left pad"))
+        assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all() and out.loss.dtype == torch.float32
+        assert all(g.dtype == torch.bfloat16 and g.isfinite().all() for g in pytree.leaves(grads))
 
 
 @pytest.mark.parametrize("case", sample(8, seed=1), ids=lambda case: case.name)

@@ -30,7 +30,7 @@ from fcp._linear import linear
 from fcp._regather import Window, by_kind, is_piece
 from fcp.axes import Axes, axis_index, axis_size, lookup, names_of
 from fcp.collectives import all_gather, all_gather_each, pmax, psum, pvary, shard, unshard
-from fcp.loss import token_losses
+from fcp.loss import cap, token_losses
 from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Piece, Placement, Shapes, Sharded, base_model
@@ -191,11 +191,16 @@ def tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
         return psum(torch.where(mine.unsqueeze(-1), rows, 0.0), axis)
 
     def loss(
-        hidden: Tensor, table: Tensor | None, targets: Tensor | None, *, logits: bool = True
+        hidden: Tensor,
+        table: Tensor | None,
+        targets: Tensor | None,
+        *,
+        logits: bool = True,
+        softcap: float | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         if table is None or whole(table):
-            return ops.loss(hidden, table, targets, logits=logits)
-        scores = linear(pvary(hidden, axis), table)
+            return ops.loss(hidden, table, targets, logits=logits, softcap=softcap)
+        scores = cap(linear(pvary(hidden, axis), table), softcap)
         total = None
         if targets is not None:
             total = token_losses(

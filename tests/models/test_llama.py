@@ -263,7 +263,7 @@ def test_a_join_that_is_wrong_only_under_tp_is_noticed(
     model, params = toy(**VARIANTS["llama-biases"])
     batch = batch_of(tokens(2, 8))
     expected = model(params, batch)
-    monkeypatch.setattr(llama, "_join", mutant)
+    monkeypatch.setattr(llama, "join", mutant)
     assert fcp.relative_error(expected.logits, model(params, batch).logits) <= FLOAT64  # alone the mutant is right
     sharded = fcp.transform(model, tp=2)
     if noticed is None:
@@ -278,8 +278,8 @@ def test_work_that_is_not_entered_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     model, params = toy()
 
     def mlp(ops: fcp.Ops, params: Any, x: Tensor) -> Tensor:
-        gate = torch.nn.functional.silu(llama._project(x, params["gate_proj"]))
-        return llama._join(ops, gate * llama._project(x, params["up_proj"]), params["down_proj"])
+        gate = torch.nn.functional.silu(llama.project(x, params["gate_proj"]))
+        return llama.join(ops, gate * llama.project(x, params["up_proj"]), params["down_proj"])
 
     monkeypatch.setattr(llama, "mlp", mlp)
     with pytest.raises(ValueError, match="differs"):
