@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fcp import _planned  # noqa: F401 - registers the default kernel
 from fcp._function import Function
 from fcp.kernels import Spec, differentiable, pick, registered
 from fcp.masks import Mask, describe

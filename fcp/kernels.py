@@ -7,9 +7,9 @@ Idea. A kernel is a pair of functions on plain tensors (`Kernel`): forward gives
 row's logits, backward takes both back and computes neither again. So who changes the normaliser of a row (a sink, or
 another rank's keys) corrects the two numbers, and the same backward is exact for the corrected ones.
 
-Two are here. "fused" is torch's flash kernel for CPU; it knows no soft cap, and a mask only as numbers to add, so a
-plain causal description is told to it as such and nothing is built. "reference" is a plain softmax that serves every
-description. `register_kernel` adds one.
+Two are here. "reference" is a plain softmax that serves every description. "fused" is torch's flash kernel for CPU on
+the whole; it knows no soft cap, and a mask only as numbers to add. The default, "planned" (`_planned.py`), calls the
+same kernel on the parts of the mask that are not empty. `register_kernel` adds one.
 
 A query that sees no key gives zero output and zero gradient, and its log-sum-exp is -inf.
 
@@ -26,7 +26,18 @@ from torch import Tensor
 
 from fcp.masks import Mask, materialize
 
-__all__ = ["Kernel", "Spec", "differentiable", "pick", "register_kernel", "registered"]
+__all__ = [
+    "Kernel",
+    "Spec",
+    "differentiable",
+    "flash_backward",
+    "flash_forward",
+    "pick",
+    "plain_backward",
+    "plain_forward",
+    "register_kernel",
+    "registered",
+]
 
 
 @dataclass(frozen=True)
@@ -84,22 +95,34 @@ def _allowed(mask: Mask, spec: Spec) -> Tensor:
 
 
 def _reference_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
+    return plain_forward(q, k, v, _allowed(mask, spec), spec)
+
+
+def _reference_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    return plain_backward(g, q, k, v, out, lse, _allowed(mask, spec), spec)
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The formula: out and log-sum-exp of q on k and v, any number of each; `allowed` [batch, 1, 1, queries, keys]."""
     logits, _ = _logits(q, k, spec)
-    logits = logits.masked_fill(~_allowed(mask, spec), -math.inf)
+    logits = logits.masked_fill(~allowed, -math.inf)
     lse = logits.logsumexp(-1)
     p = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
     out = p @ v.to(p.dtype).unsqueeze(2)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def _reference_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, spec: Spec
+def plain_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradient, from the final output and log-sum-exp."""
     groups = (k.shape[1], -1)
     logits, raw = _logits(q, k, spec)
     wide = logits.dtype
     lse = lse.masked_fill(lse == -math.inf, 0.0).unflatten(1, groups).unsqueeze(-1)
-    p = torch.exp(logits - lse).masked_fill(~_allowed(mask, spec), 0.0)
+    p = torch.exp(logits - lse).masked_fill(~allowed, 0.0)
     g = g.unflatten(1, groups).to(wide)
     dv = (p.transpose(-1, -2) @ g).sum(2)
     row = (g * out.unflatten(1, groups).to(wide)).sum(-1, keepdim=True)
@@ -126,43 +149,66 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
 # --- torch's flash kernel ---------------------------------------------------------------------------------------------
 
 
-def _additive(mask: Mask, spec: Spec, dtype: torch.dtype) -> Tensor | None:
-    allowed = materialize(mask, window=spec.window, chunk=spec.chunk)
-    if allowed is None:
-        return None
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
-
-
 def _rows(dim: int, *tensors: Tensor) -> list[Tensor]:
     """What the flash kernel wants: one head size (zeros in q, k or v change nothing), and rows that lie dense."""
     padded = (torch.nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in tensors)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
-    additive = _additive(mask, spec, q.dtype)
+def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if allowed is None:
+        return None
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's kernel: out and log-sum-exp; `allowed` [1 or batch, 1, queries, keys], or None for all (or `causal`)."""
     v_dim = v.shape[-1]
+    additive = _additive(allowed, q.dtype)
     q, k, v = _rows(max(q.shape[-1], v_dim), q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, additive is None, attn_mask=additive, scale=spec.scale
+        q, k, v, 0.0, causal, attn_mask=additive, scale=scale
     )
-    if additive is not None:  # the kernel says 0 for a row without a key
-        lse = lse.masked_fill((additive == -math.inf).all(-1), -math.inf)
+    if allowed is not None:  # the kernel says 0 for a row without a key
+        lse = lse.masked_fill(~allowed.any(-1), -math.inf)
     return out[..., :v_dim], lse
+
+
+def flash_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    allowed: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradient, from the final output and log-sum-exp."""
+    q_dim, v_dim = q.shape[-1], v.shape[-1]
+    additive = _additive(allowed, q.dtype)
+    q, k, v, g, out = _rows(max(q_dim, v_dim), q, k, v, g, out)
+    if allowed is not None:
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        g, q, k, v, out, lse, 0.0, causal, attn_mask=additive, scale=scale
+    )
+    return dq[..., :q_dim], dk[..., :q_dim], dv[..., :v_dim]
+
+
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
+    allowed = materialize(mask, window=spec.window, chunk=spec.chunk)
+    return flash_forward(q, k, v, allowed, allowed is None, spec.scale)
 
 
 def _fused_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    additive = _additive(mask, spec, q.dtype)
-    q_dim, v_dim = q.shape[-1], v.shape[-1]
-    q, k, v, g, out = _rows(max(q_dim, v_dim), q, k, v, g, out)
-    if additive is not None:
-        lse = lse.masked_fill(lse == -math.inf, 0.0)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g, q, k, v, out, lse, 0.0, additive is None, attn_mask=additive, scale=spec.scale
-    )
-    return dq[..., :q_dim], dk[..., :q_dim], dv[..., :v_dim]
+    allowed = materialize(mask, window=spec.window, chunk=spec.chunk)
+    return flash_backward(g, q, k, v, out, lse, allowed, allowed is None, spec.scale)
 
 
 _registry: dict[str, Kernel] = {
@@ -189,14 +235,13 @@ def register_kernel(name: str, kernel: Kernel) -> None:
 
 
 def pick(spec: Spec, device: torch.device) -> Spec:
-    """`spec` with the kernel that will serve it: "auto" takes the fused one wherever it does.
+    """`spec` with the kernel that will serve it: "auto" takes the planned one where it runs.
 
     Raises:
         ValueError: no such kernel, or one that refuses the call.
     """
     if spec.kernel == "auto":
-        fused = device.type == "cpu" and _registry["fused"].refuses(spec) is None
-        return replace(spec, kernel="fused" if fused else "reference")
+        return replace(spec, kernel="planned" if device.type == "cpu" and "planned" in _registry else "reference")
     if spec.kernel not in _registry:
         raise ValueError(f"attention: no kernel {spec.kernel!r}; registered are {', '.join(_registry)}")
     why = _registry[spec.kernel].refuses(spec)

@@ -789,18 +789,21 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("fixed", [{}, {"window": 8}, {"window": 9, "scale": 0.2}])
-def test_a_plain_causal_description_never_builds_a_mask(built: list[Tensor | None], fixed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kernel", "calls"), [("fused", 12), ("auto", 6)])
+def test_a_plain_causal_description_never_builds_a_mask(
+    built: list[Tensor | None], fixed: dict[str, Any], kernel: str, calls: int
+) -> None:
     """Catches a square of the sequence built for every layer of an unpacked batch, ones in the mask included (C-08)."""
     for mask in (PLAIN, None, describe(torch.arange(8).expand(2, 8), valid=torch.ones(2, 8, dtype=torch.bool))):
         operands = [*qkv(), random(4, seed=4)]
-        results(fcp.attention, operands, random(2, 4, 8, 4), True, mask=mask, **fixed)
-    assert len(built) == 12 and all(x is None for x in built)
+        results(fcp.attention, operands, random(2, 4, 8, 4), True, mask=mask, kernel=kernel, **fixed)
+    assert len(built) == calls and all(x is None for x in built)
 
 
 def test_any_other_description_builds_one(built: list[Tensor | None]) -> None:
     """The witness above is none if nothing is ever built."""
-    fcp.attention(*qkv(), PLAIN, window=3)
-    fcp.attention(*qkv(), MASKS["documents"])
+    fcp.attention(*qkv(), PLAIN, window=3, kernel="fused")
+    fcp.attention(*qkv(), MASKS["documents"], kernel="fused")
     assert len(built) == 4 and all(x is not None for x in built)
 
 
@@ -834,16 +837,16 @@ def test_a_kernel_that_refuses_a_call_is_an_error(registry: dict[str, fcp.Kernel
         fcp.attention(*qkv(), PLAIN, window=2, kernel="picky")
 
 
-def test_auto_takes_the_fused_kernel_where_it_serves(registry: dict[str, fcp.Kernel]) -> None:
-    """Catches a default that is always the slow one, or always the fused one."""
+def test_auto_takes_the_planned_kernel_where_it_runs(registry: dict[str, fcp.Kernel]) -> None:
+    """Catches a default that is always the slow one, or one that a device has not."""
     picks = [kernels.pick(fcp.Spec(1.0, softcap=cap, kernel="auto"), torch.device("cpu")) for cap in (None, 1.0)]
-    assert [spec.kernel for spec in picks] == ["fused", "reference"]
+    assert [spec.kernel for spec in picks] == ["planned", "planned"]
     assert kernels.pick(fcp.Spec(1.0, kernel="auto"), torch.device("meta")).kernel == "reference"
 
 
 def test_an_unknown_kernel_or_argument_is_an_error() -> None:
     """Catches arguments that are swallowed (C-14, C-19)."""
-    with pytest.raises(ValueError, match="no kernel 'flash'; registered are reference, fused"):
+    with pytest.raises(ValueError, match="no kernel 'flash'; registered are reference, fused, planned"):
         fcp.attention(*qkv(), PLAIN, kernel="flash")
     with pytest.raises(TypeError, match="sliding_window"):
         fcp.attention(*qkv(), PLAIN, sliding_window=3)

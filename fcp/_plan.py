@@ -1,0 +1,202 @@
+"""The tiles of an attention mask: which rectangles of queries and keys have to be computed, found before any number is.
+
+Problem. A mask of packed documents, windows or padding is mostly empty, and a dense one costs as if it were full: in
+time, and in memory that grows with the square of the sequence.
+
+Idea. Each row of the batch falls into *runs* of tokens that are alike: of one document and one chunk, valid or not,
+their positions rising by one. What the queries of one run see of another is a rectangle: nothing, all of it, the causal
+triangle, or a band of it where a window says so. A long band is cut into blocks of queries. Rectangles of the same
+shape and mask, wherever they lie, are one group, and one call of a kernel; a small mask is made only for those that are
+cut by a diagonal.
+
+Masks that fall into very many runs (every other token padding, say) are planned as blocks of queries with all keys
+before their end, and the mask of that block alone. So no [seq, seq] tensor is ever made.
+
+A plan is found once for a mask and kept while the mask lives: the layers of a model share it.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fcp.masks import Mask
+
+__all__ = ["Group", "plan_of"]
+
+BLOCK = 256
+"""Queries in a block of a band (half the window where that is more), and of a mask that falls into too many runs."""
+
+
+Place = tuple[int, int, int]
+"""Where a rectangle is: its row, its first query and its first key."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rectangles of one shape and one mask: the same call for all.
+
+    Attributes:
+        places: where each is. Several of one row follow each other at equal steps, or those of all rows are alike, or
+            they lie anywhere.
+        queries, keys: the size of each.
+        causal: whether it is the plain causal triangle.
+        diagonal: where not None, only keys with `i - j + diagonal >= 0` are seen (it is first query - first key).
+        band: where not None, only keys with `i - j + band[0] < band[1]` are seen.
+        blocks: where True, the mask is that of the description on these queries and keys, of the whole batch.
+        shared: whether another group has the same queries, so that what they find is merged.
+    """
+
+    places: tuple[Place, ...]
+    queries: int
+    keys: int
+    causal: bool = False
+    diagonal: int | None = None
+    band: tuple[int, int] | None = None
+    blocks: bool = False
+    shared: bool = False
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """From one rectangle's queries and keys to the next one's, in a series of one row; None where it is none."""
+        if len(self.places) < 2 or len({place[0] for place in self.places}) > 1:
+            return None
+        steps = {(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(self.places)}
+        return steps.pop() if len(steps) == 1 else None
+
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """bool [queries, keys]; None where all are seen, or `causal` says it."""
+        if self.causal or (self.diagonal is None and self.band is None):
+            return None
+        i = torch.arange(self.queries, device=device)[:, None]
+        j = torch.arange(self.keys, device=device)[None, :]
+        seen = torch.ones(self.queries, self.keys, dtype=torch.bool, device=device)
+        if self.diagonal is not None:
+            seen = seen & (i - j + self.diagonal >= 0)
+        if self.band is not None:
+            seen = seen & (i - j + self.band[0] < self.band[1])
+        return seen
+
+
+_plans: Any = WeakIdKeyDictionary()
+
+
+def plan_of(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
+    """The groups of a mask's rectangles; queries that are in none see nothing."""
+    held = _plans.setdefault(mask.positions, {})
+    # The other tensors are kept beside the plan: an id alone may come to be another tensor's.
+    parts = (mask.documents, mask.valid)
+    key = (*(None if x is None else id(x) for x in parts), *(0 if x is None else x._version for x in parts))
+    key = (*key, mask.positions._version, window, chunk)
+    if key not in held:
+        held[key] = (parts, _find(mask, window, chunk))
+    return held[key][1]
+
+
+def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
+    if window is not None and mask.consecutive and window >= mask.seq:
+        window = None
+    batch, seq = mask.positions.shape
+    if mask.plain and window is None and chunk is None:
+        return (Group(tuple((row, 0, 0) for row in range(batch)), seq, seq, causal=True),)
+    found: dict[Group, list[Place]] = defaultdict(list)
+    cover: dict[tuple[int, int], int] = defaultdict(int)
+    most = 64 + batch * seq // 32
+    for row in range(batch):
+        runs = _runs(mask, row, window, chunk)
+        for index, query in enumerate(runs):
+            for key in runs[: index + 1]:
+                if key.valid and key.kind == query.kind:
+                    for place, shape in _rectangles(query, key, window):
+                        found[shape].append((row, *place))
+                        cover[row, place[0]] += 1
+                        if len(cover) > most:
+                            return _blocks(mask, window, chunk)
+    groups = []
+    for shape, places in found.items():
+        for shared in (False, True):
+            here = [place for place in places if (cover[place[0], place[1]] > 1) is shared]
+            groups += [replace(shape, places=each, shared=shared) for each in _series(here)]
+    return tuple(groups)
+
+
+def _series(places: list[Place]) -> list[tuple[Place, ...]]:
+    """Those of one row that follow each other at equal steps, a series a row; and all that are left."""
+    by_row: dict[int, list[Place]] = defaultdict(list)
+    for place in places:
+        by_row[place[0]].append(place)
+    found, rest = [], []
+    for held in by_row.values():
+        steps = {(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(held)}
+        if len(steps) == 1:
+            found.append(tuple(held))
+        else:
+            rest += held
+    return found + ([tuple(rest)] if rest else [])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tokens first..end of a row, alike: `kind` is their document and chunk, `position` that of the first."""
+
+    first: int
+    end: int
+    position: int
+    kind: tuple[int, int]
+    valid: bool
+
+
+def _runs(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[_Run]:
+    positions = mask.positions[row]
+    kinds = torch.zeros_like(positions) if mask.documents is None else mask.documents[row]
+    chunks = torch.zeros_like(positions) if chunk is None else torch.div(positions, chunk, rounding_mode="floor")
+    valid = torch.ones_like(positions, dtype=torch.bool) if mask.valid is None else mask.valid[row]
+    starts = torch.ones_like(valid)
+    starts[1:] = (kinds[1:] != kinds[:-1]) | (chunks[1:] != chunks[:-1]) | (valid[1:] != valid[:-1])
+    if window is not None:
+        starts[1:] |= positions[1:] != positions[:-1] + 1
+    first = starts.nonzero()[:, 0]
+    ends = [*first[1:].tolist(), len(positions)]
+    columns = (x[first].tolist() for x in (positions, kinds, chunks, valid))
+    return [
+        _Run(begin, end, position, (kind, part), real)
+        for begin, end, position, kind, part, real in zip(first.tolist(), ends, *columns, strict=True)
+    ]
+
+
+def _rectangles(query: _Run, key: _Run, window: int | None) -> list[tuple[tuple[int, int], Group]]:
+    """((first query, first key), shape) of what one run's queries see of another's keys."""
+    own = query.first == key.first
+    if window is None:
+        return [((query.first, key.first), _shape(query.end - query.first, key.end - key.first, own))]
+    found = []
+    step = max(BLOCK, window // 2) if own else query.end - query.first
+    ahead = (query.position - query.first) - (key.position - key.first)  # of the positions, against the rows
+    for begin in range(query.first, query.end, step):
+        end = min(begin + step, query.end)
+        first = max(key.first, begin + ahead - window + 1)  # the first key that the first query sees
+        last = min(key.end, end) if own else key.end
+        if first >= last:
+            continue
+        apart = begin + ahead - first  # of the first query's and the first key's positions
+        reach = apart + end - begin - 1  # of the last query's and the first key's
+        band = None if reach < window else (apart, window)
+        found.append(((begin, first), _shape(end - begin, last - first, own, begin - first, band)))
+    return found
+
+
+def _shape(queries: int, keys: int, own: bool, diagonal: int = 0, band: tuple[int, int] | None = None) -> Group:
+    causal = own and queries == keys and diagonal == 0 and band is None
+    return Group((), queries, keys, causal, diagonal if own and not causal else None, band)
+
+
+def _blocks(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
+    """Blocks of queries, each with all keys before its end."""
+    return tuple(
+        Group(((0, begin, 0),), min(BLOCK, mask.seq - begin), min(begin + BLOCK, mask.seq), blocks=True)
+        for begin in range(0, mask.seq, BLOCK)
+    )

@@ -1,0 +1,170 @@
+"""The planned kernel: attention's cost follows the mask. Each group of a plan (`_plan.py`) is one call of torch's.
+
+Forward takes each group's queries, keys and values, computes their output and log-sum-exp, and puts them in place;
+where several groups have the same queries, what they found is merged by the log-sum-exp, in float32 or wider (Milakov
+and Gimelshein 2018, section 3.1). Backward gives each group the final output and log-sum-exp, from which its
+probabilities are exact without the others', and adds up.
+
+Soft caps have no fused kernel: there a group is computed by the plain formula, still no larger than its rectangle.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fcp._plan import Group, plan_of
+from fcp.kernels import Kernel, Spec, flash_backward, flash_forward, plain_backward, plain_forward, register_kernel
+from fcp.masks import Mask, materialize
+
+__all__ = ["PLANNED"]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
+    groups = plan_of(mask, spec.window, spec.chunk)
+    if _is_everything(groups, q):
+        return _tile_forward(q, k, v, groups[0].causal, None, spec)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    merged = any(group.shared for group in groups)
+    out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide if merged else q.dtype)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    for group in groups:
+        (q_here,), (k_here, v_here) = _take(group, 1, q), _take(group, 2, k, v)
+        found, found_lse = _tile_forward(q_here, k_here, v_here, group.causal, _seen(group, mask, spec), spec)
+        if group.steps is not None and not group.shared:
+            for whole, part in ((out, found), (lse, found_lse)):
+                _take(group, 1, whole)[0].copy_(part)
+            continue
+        for rows, first, _, here in _places(group, q.shape[0]):
+            at = (rows, slice(None), slice(first, first + group.queries))
+            if not group.shared:
+                out[at], lse[at] = found[here], found_lse[here]
+                continue
+            both = torch.logaddexp(lse[at], found_lse[here])
+            before, now = (_weight(x, both) for x in (lse[at], found_lse[here]))
+            out[at], lse[at] = out[at] * before + found[here].to(wide) * now, both
+    return out.to(q.dtype), lse
+
+
+def _weight(lse: Tensor, both: Tensor) -> Tensor:
+    """What one part of a row's keys counts; a part without a key counts nothing."""
+    return torch.where(lse == -math.inf, 0.0, torch.exp(lse - both)).unsqueeze(-1)
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = plan_of(mask, spec.window, spec.chunk)
+    if _is_everything(groups, q):
+        return _tile_backward(g, q, k, v, out, lse, groups[0].causal, None, spec)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for group in groups:
+        g_here, q_here, out_here, lse_here = _take(group, 1, g, q, out, lse)
+        k_here, v_here = _take(group, 2, k, v)
+        seen = _seen(group, mask, spec)
+        found = _tile_backward(g_here, q_here, k_here, v_here, out_here, lse_here, group.causal, seen, spec)
+        for which, total, part in zip((1, 2, 2), (dq, dk, dv), found, strict=True):
+            _add(group, which, total, part)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# --- where a group's rectangles are -----------------------------------------------------------------------------------
+
+
+def _is_everything(groups: tuple[Group, ...], q: Tensor) -> bool:
+    """Whether one causal triangle is all there is."""
+    return (
+        len(groups) == 1
+        and groups[0].causal
+        and groups[0].queries == q.shape[2] == groups[0].keys
+        and (len(groups[0].places) == q.shape[0])
+    )
+
+
+def _is_batch(group: Group, batch: int) -> bool:
+    """Whether it is the same rectangle of every row."""
+    rows = [place[0] for place in group.places]
+    return group.blocks or (rows == list(range(batch)) and len({place[1:] for place in group.places}) == 1)
+
+
+def _places(group: Group, batch: int) -> list[tuple[slice, int, int, slice]]:
+    """(rows, first query, first key, which entries of the call) of each rectangle, or once for all rows."""
+    if _is_batch(group, batch):
+        return [(slice(0, batch), *group.places[0][1:], slice(None))]
+    return [(slice(row, row + 1), first, key, slice(i, i + 1)) for i, (row, first, key) in enumerate(group.places)]
+
+
+def _take(group: Group, which: int, *tensors: Tensor) -> list[Tensor]:
+    """The group's queries (1) or keys (2) of each tensor, its rectangles side by side in the batch dim.
+
+    A series of one row is a view, overlapping where its keys do; other rectangles are copied together.
+    """
+    size = group.queries if which == 1 else group.keys
+    steps = group.steps
+    if steps is not None and steps[which - 1] > 0:
+        row, *first = group.places[0]
+        end = group.places[-1][which] + size
+        return [_windows(x[row, :, first[which - 1] : end], size, steps[which - 1]) for x in tensors]
+    where = [(rows, query if which == 1 else key) for rows, query, key, _ in _places(group, tensors[0].shape[0])]
+    parts = [[x[rows, :, first : first + size] for rows, first in where] for x in tensors]
+    return [found[0] if len(found) == 1 else torch.cat(found) for found in parts]
+
+
+def _windows(x: Tensor, size: int, step: int) -> Tensor:
+    """[heads, seq, ...] to [windows, heads, size, ...], without a copy."""
+    found = x.unfold(1, size, step)  # [heads, windows, ..., size]
+    return found.movedim(-1, 2).movedim(1, 0)
+
+
+def _add(group: Group, which: int, total: Tensor, found: Tensor) -> None:
+    """Adds what a group found to where its queries (1) or keys (2) are in `total`."""
+    size, steps = (group.queries if which == 1 else group.keys), group.steps
+    if steps is not None and steps[which - 1] >= size:
+        (here,) = _take(group, which, total)
+        here += found
+        return
+    for rows, query, key, entry in _places(group, total.shape[0]):
+        first = query if which == 1 else key
+        total[rows, :, first : first + size] += found[entry]
+
+
+def _seen(group: Group, mask: Mask, spec: Spec) -> Tensor | None:
+    """bool [1 or batch, 1, queries, keys]; None where all are seen, or the group is the causal triangle."""
+    if group.blocks:
+        (_, first, key), *_ = group.places
+        queries, keys = slice(first, first + group.queries), slice(key, key + group.keys)
+        return materialize(mask, queries, keys, window=spec.window, chunk=spec.chunk)
+    allowed = group.allowed(mask.positions.device)
+    return None if allowed is None else allowed[None, None]
+
+
+# --- one call ---------------------------------------------------------------------------------------------------------
+
+
+def _tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    if spec.softcap is None:
+        return flash_forward(q, k, v, seen, causal, spec.scale)
+    return plain_forward(q, k, v, _as_mask(q, k, causal, seen), spec)
+
+
+def _tile_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, seen: Tensor | None, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    if spec.softcap is None:
+        return flash_backward(g, q, k, v, out, lse, seen, causal, spec.scale)
+    return plain_backward(g, q, k, v, out, lse, _as_mask(q, k, causal, seen), spec)
+
+
+def _as_mask(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
+    """bool [1 or batch, 1, 1, queries, keys]."""
+    if seen is None:
+        seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        seen = seen.tril() if causal else seen
+    return seen.unsqueeze(2)
+
+
+PLANNED = Kernel(_forward, _backward)
+register_kernel("planned", PLANNED)
