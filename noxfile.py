@@ -121,7 +121,9 @@ def notebooks(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks: one script a claim, ratios against a baseline of the same run."""
-    for script in session.posargs or [f"benchmarks/{name}.py" for name in ("simulate", "distributed", "experts", "attention")]:
+    for script in session.posargs or [
+        f"benchmarks/{name}.py" for name in ("simulate", "distributed", "experts", "attention")
+    ]:
         run(session, script)
 
 

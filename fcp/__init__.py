@@ -17,8 +17,10 @@ from fcp._compare import Report, compare, relative_error
 from fcp._distribute import distribute
 from fcp._launch import LaunchError, launch
 from fcp._linear import linear
+from fcp._optimizer import Optimizer, optimizer
 from fcp._prepare import prepare
 from fcp._simulate import simulate
+from fcp._train_step import TrainState, TrainStep, train_step
 from fcp._transform import transform
 from fcp._transformed import Transformed
 from fcp._value_and_grad import value_and_grad
@@ -65,6 +67,7 @@ __all__ = [
     "Model",
     "ModelFn",
     "Ops",
+    "Optimizer",
     "Output",
     "Params",
     "RankError",
@@ -76,6 +79,8 @@ __all__ = [
     "Shared",
     "Spec",
     "Split",
+    "TrainState",
+    "TrainStep",
     "Transformed",
     "all_gather",
     "all_to_all",
@@ -90,6 +95,7 @@ __all__ = [
     "launch",
     "linear",
     "masks",
+    "optimizer",
     "own_slice",
     "pmax",
     "ppermute",
@@ -106,6 +112,7 @@ __all__ = [
     "shard_params",
     "shard_seq",
     "simulate",
+    "train_step",
     "transform",
     "ulysses",
     "unshard",

@@ -20,7 +20,7 @@ from torch import Tensor
 from fcp.axes import names_of
 from fcp.sharded import Placement
 
-__all__ = ["Part", "part_of", "put", "take"]
+__all__ = ["Part", "part_of", "put", "real", "take"]
 
 Ranges = list[tuple[int, int]]
 
@@ -101,6 +101,11 @@ def put(whole: Tensor, part: Part, local: Tensor) -> None:
         whole.copy_(local)
     for here, there in _blocks(part):
         whole[there] = local[here]
+
+
+def real(local: Tensor, part: Part) -> list[Tensor]:
+    """The blocks of a rank's part that are entries of the whole leaf, without the padding."""
+    return [local[here] for here, _ in _blocks(part)] if part.shape else [local]
 
 
 def _blocks(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -10,6 +10,7 @@ Left out: in the simulator one process holds every rank's part, which is the who
 parameters, so that the same training step runs there.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from fcp import pytree
 from fcp._dtensor import from_dtensor, to_dtensor
-from fcp._layout import Part, part_of, put, take
+from fcp._layout import Part, part_of, put, real, take
 from fcp._process import group_of
 from fcp._watch import collective
 from fcp.sharded import Placement, Shapes, cut_along, piece_of
 
-__all__ = ["cut", "from_dtensors", "join", "lay", "to_dtensors"]
+__all__ = ["cut", "from_dtensors", "join", "lay", "norm", "power_of", "to_dtensors", "together"]
 
 Placements = Mapping[str, Placement]
 
@@ -79,6 +80,44 @@ def from_dtensors(dtensors: Any, placements: Placements, shapes: Shapes, mesh: A
         wrong = [path for path in {**given, **shapes} if given.get(path) != shapes.get(path)]
         raise ValueError(f"from_dtensor: {', '.join(wrong[:8])} are no parameters of the model, or of another shape")
     return pytree.map_with_path(lambda path, x: from_dtensor(x, placements[path], mesh), dtensors)
+
+
+def norm(shards: Any, placements: Placements, shapes: Shapes, mesh: Any, order: float) -> Tensor:
+    """The norm of all entries of the whole leaves, each counted once, in one exchange.
+
+    Every rank adds its own entries, padding left out, divided by the number of ranks that hold the same part; so the
+    sum over all ranks counts an entry once, however its leaf lies. For the infinity norm copies do no harm.
+    """
+    parts, sizes = _parts(shards, placements, shapes, mesh, "norm"), _sizes(mesh)
+    names, found = tuple(mesh.mesh_dim_names), []
+    for path, x in zip(pytree.paths(shards), pytree.leaves(shards), strict=True):
+        over = {*placements[path].stored, *cut_along(placements[path])}
+        copies = math.prod(size for name, size in sizes.items() if name not in over)
+        found += [power_of(block, order) / (1 if order == math.inf else copies) for block in real(x, parts[path])]
+    group = group_of(mesh, names)
+    total = together(found, order).to(mesh.device_type)
+    with collective("norm", names):
+        if order == math.inf:  # a maximum of NaN is not the same on every backend: count them beside it
+            both = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(total.dtype)])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group)
+            return torch.where(both[1] > 0, math.nan, both[0])
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)
+    return total ** (1 / order)
+
+
+def power_of(x: Tensor, order: float) -> Tensor:
+    """sum |x|^order, or max |x|, in float64."""
+    x = x.detach().to(torch.float64).abs()
+    if order == math.inf:
+        return x.amax() if x.numel() else x.new_zeros(())
+    return (x**order).sum()
+
+
+def together(found: list[Tensor], order: float) -> Tensor:
+    if not found:
+        return torch.zeros((), dtype=torch.float64)
+    stacked = torch.stack(found)
+    return stacked.amax() if order == math.inf else stacked.sum()
 
 
 def _whole(x: Tensor, placement: Placement, shape: tuple[int, ...], mesh: Any, to: int | None) -> Tensor | None:

@@ -6,6 +6,7 @@ them, compute from them, put them together again.
 """
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,6 +123,32 @@ class Transformed:
             ValueError: the ranks are simulated, or the leaves are not the model's parameters.
         """
         return _shards.from_dtensors(dtensors, *self._on_mesh("from_dtensor"))
+
+    def norm(self, shards: Params, order: float = 2.0) -> Tensor:
+        """The norm over every entry of the parameters' whole leaves, float64, the same on every rank.
+
+        An entry counts once, whether its leaf is cut, stored in pieces, replicated or an expert's. A NaN or an infinity
+        on any rank makes it NaN or infinite on all.
+
+        Args:
+            shards: gradients, or whatever else lies like what `shard` gives.
+            order: 2, another positive number, or infinity.
+
+        Raises:
+            ValueError: `order` is not positive, or the shards are not this rank's.
+        """
+        if not order > 0:
+            raise ValueError(f"norm: order={order!r} must be a positive number, or infinity")
+        if self._split:
+            return _shards.norm(shards, self._placements, self._shapes, self.mesh, order)
+        found = _shards.together([_shards.power_of(x, order) for x in pytree.leaves(shards)], order)
+        return found if order == math.inf else found ** (1 / order)
+
+    def divided(self) -> list[str]:
+        """The paths of the leaves of which a process holds a part alone; in the simulator none."""
+        if not self._split:
+            return []
+        return [path for path, p in self._placements.items() if p.stored or p.slices]
 
     def _on_mesh(self, user: str) -> tuple[Mapping[str, Placement], Shapes, Any]:
         if not self._split:

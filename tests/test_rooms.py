@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dtensor",),
     ("_shards",),
     ("_transformed",),
+    ("_optimizer",),
+    ("_train_step",),
     ("_transform",),
     ("_compare",),
     ("__init__",),
