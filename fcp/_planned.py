@@ -66,6 +66,7 @@ def _backward(
         found = _tile_backward(g_here, q_here, k_here, v_here, out_here, lse_here, group.causal, seen, spec)
         for which, total, part in zip((1, 2, 2), (dq, dk, dv), found, strict=True):
             _add(group, which, total, part)
+        del found, total, part  # before the next group's are made
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

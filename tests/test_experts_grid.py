@@ -216,7 +216,7 @@ def test_refusals() -> None:
         fcp.experts(model, axis="ep", shared=("tp",))
     undecided: Any = "gather"  # annotations are checked in tests, and not where a user runs
     with pytest.raises(ValueError, match="ep_plan='gather'; it is 'dispatch' or 'all_reduce'"):
-        check_experts(model.rules, model, view({"dp": 1, "fsdp": 1, "cp": 2, "tp": 1}, 2), 2, undecided)
+        check_experts(model, view({"dp": 1, "fsdp": 1, "cp": 2, "tp": 1}, 2), 2, undecided)
 
 
 def test_experts_that_the_axis_does_not_divide() -> None:
