@@ -60,14 +60,24 @@ def _backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for group in groups:
-        g_here, q_here, out_here, lse_here = _take(group, 1, g, q, out, lse)
-        k_here, v_here = _take(group, 2, k, v)
-        seen = _seen(group, mask, spec)
-        found = _tile_backward(g_here, q_here, k_here, v_here, out_here, lse_here, group.causal, seen, spec)
-        for which, total, part in zip((1, 2, 2), (dq, dk, dv), found, strict=True):
-            _add(group, which, total, part)
-        del found, total, part  # before the next group's are made
+        _add_gradients(group, (dq, dk, dv), (g, q, out, lse), (k, v), mask, spec)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_gradients(
+    group: Group,
+    totals: tuple[Tensor, Tensor, Tensor],
+    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_keys: tuple[Tensor, Tensor],
+    mask: Mask,
+    spec: Spec,
+) -> None:
+    """One group's part; what it needs is gone before the next group's is made."""
+    g, q, out, lse = _take(group, 1, *of_queries)
+    k, v = _take(group, 2, *of_keys)
+    found = _tile_backward(g, q, k, v, out, lse, group.causal, _seen(group, mask, spec), spec)
+    for which, total, part in zip((1, 2, 2), totals, found, strict=True):
+        _add(group, which, total, part)
 
 
 # --- where a group's rectangles are -----------------------------------------------------------------------------------
