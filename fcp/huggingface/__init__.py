@@ -7,8 +7,8 @@
     _window.py       the window or chunk that a mask function means
     _written_out.py  attention that a module writes out itself, recognised
     _proof.py        does each position outside attention stand for itself?
-    _plan.py         transformers' tensor-parallel plan as rules, enter and leave
-    _plan_proof.py   is that plan the module?
+    _tp_plan.py      transformers' tensor-parallel plan as rules, enter and leave
+    _tp_proof.py     is that plan the module?
 
 transformers, safetensors and gguf are extras: imported inside, where they are needed.
 """

@@ -29,10 +29,10 @@ from fcp import pytree
 from fcp.axes import batched
 from fcp.huggingface._checkpoint import check_tensors
 from fcp.huggingface._interfaces import Call, register
-from fcp.huggingface._plan import Plan, plan_of
-from fcp.huggingface._plan_proof import PlanRules
 from fcp.huggingface._proof import Proof
 from fcp.huggingface._skeleton import PARTITIONS, Skeleton
+from fcp.huggingface._tp_plan import Plan, plan_of
+from fcp.huggingface._tp_proof import PlanRules
 from fcp.loss import mean_loss
 from fcp.model import Model
 from fcp.ops import Ops

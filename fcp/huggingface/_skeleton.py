@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fcp import pytree
 from fcp.huggingface._interfaces import NAME, Call, bound_call, current, kept_modes
-from fcp.huggingface._plan import Plan, surround
+from fcp.huggingface._tp_plan import Plan, surround
 from fcp.huggingface._written_out import Following, read_triangles
 from fcp.masks import Mask
 from fcp.ops import Ops

@@ -27,9 +27,9 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from fcp import pytree
 from fcp._simulate import map_ranks
 from fcp.collectives import pvary
-from fcp.huggingface._plan import Plan
 from fcp.huggingface._proof import Proof, close, drawn
 from fcp.huggingface._skeleton import Skeleton, Unit
+from fcp.huggingface._tp_plan import Plan
 from fcp.ops import LOCAL
 from fcp.sharded import slice_of
 from fcp.transforms._shard_params import indivisible, tensor_parallel, vocabulary

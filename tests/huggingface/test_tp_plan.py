@@ -9,7 +9,7 @@ import torch
 
 import fcp
 from fcp import Replicated, Shared, Split, huggingface, pytree
-from fcp.huggingface import _plan
+from fcp.huggingface import _tp_plan
 from fcp.testing import wide
 from tests.huggingface.modules import module_of, tokens
 from tests.tolerances import FLOAT64
@@ -20,7 +20,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def faulty(monkeypatch: pytest.MonkeyPatch, style: str, **changes: Any) -> None:
     """One style does something else."""
-    monkeypatch.setattr(_plan, "STYLES", {**_plan.STYLES, style: replace(_plan.STYLES[style], **changes)})
+    monkeypatch.setattr(_tp_plan, "STYLES", {**_tp_plan.STYLES, style: replace(_tp_plan.STYLES[style], **changes)})
 
 
 def test_the_rules_of_a_plan() -> None:
@@ -87,7 +87,7 @@ def _unchanged(module: Any, forward: Callable[..., Any], *args: Any) -> Any:
 
 
 def _bias_on_every_rank(module: Any, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    return _plan._ops().leave(forward(x))
+    return _tp_plan._ops().leave(forward(x))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def _bias_on_every_rank(module: Any, forward: Callable[..., Any], x: torch.Tenso
         ("qwen3", "colwise", {"around": _unchanged}, "a gradient differs between the ranks"),
         ("starcoder2", "rowwise", {"around": _bias_on_every_rank}, "the output would be another one"),
         ("qwen3", "replicated_with_grad_allreduce", {"shared": False, "cut": "in"}, "q_norm.weight would differ"),
-        ("mixtral", "moe_tp_experts", {"around": _plan._only_leave}, "a gradient differs between the ranks"),
+        ("mixtral", "moe_tp_experts", {"around": _tp_plan._only_leave}, "a gradient differs between the ranks"),
         ("mixtral", "packed_colwise", {"packed": False}, "the output would be another one"),
         ("deepseek_v2", "mla_kv_a_proj", {"around": None}, "would"),
-        ("olmo2", "rowwise_split_input", {"around": _plan._leave}, "does not run on a rank's part"),
+        ("olmo2", "rowwise_split_input", {"around": _tp_plan._leave}, "does not run on a rank's part"),
     ],
 )
 def test_a_faulty_plan_is_refused(

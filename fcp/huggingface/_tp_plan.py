@@ -7,7 +7,7 @@ surrounded by what the style does to values: `enter` before split work, `leave` 
 plan wants a whole value cut or a cut one whole. Alone these are the identity, so it is one function for every mesh.
 
 A style that is not listed in `STYLES` is refused by name. What a plan says nothing about is found out, and what it
-says is checked, by `_plan_proof.py`.
+says is checked, by `_tp_proof.py`.
 """
 
 import contextlib
