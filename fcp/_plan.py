@@ -16,7 +16,9 @@ A plan is found once for a mask and kept while the mask lives: the layers of a m
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -60,13 +62,12 @@ class Group:
     blocks: bool = False
     shared: bool = False
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, int] | None:
         """From one rectangle's queries and keys to the next one's, in a series of one row; None where it is none."""
         if len(self.places) < 2 or len({place[0] for place in self.places}) > 1:
             return None
-        steps = {(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(self.places)}
-        return steps.pop() if len(steps) == 1 else None
+        return _step(self.places)
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """bool [queries, keys]; None where all are seen, or `causal` says it."""
@@ -105,7 +106,7 @@ def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...
         return (Group(tuple((row, 0, 0) for row in range(batch)), seq, seq, causal=True),)
     found: dict[Group, list[Place]] = defaultdict(list)
     cover: dict[tuple[int, int], int] = defaultdict(int)
-    most = 64 + batch * seq // 32
+    count, most = 0, 64 + batch * seq // 32
     for row in range(batch):
         runs = _runs(mask, row, window, chunk)
         for index, query in enumerate(runs):
@@ -114,7 +115,8 @@ def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...
                     for place, shape in _rectangles(query, key, window):
                         found[shape].append((row, *place))
                         cover[row, place[0]] += 1
-                        if len(cover) > most:
+                        count += 1
+                        if count > most:
                             return _blocks(mask, window, chunk)
     groups = []
     for shape, places in found.items():
@@ -124,6 +126,12 @@ def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...
     return tuple(groups)
 
 
+def _step(places: Sequence[Place]) -> tuple[int, int] | None:
+    """From each place's queries and keys to the next one's, where that is the same for all."""
+    steps = {(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(places)}
+    return steps.pop() if len(steps) == 1 else None
+
+
 def _series(places: list[Place]) -> list[tuple[Place, ...]]:
     """Those of one row that follow each other at equal steps, a series a row; and all that are left."""
     by_row: dict[int, list[Place]] = defaultdict(list)
@@ -131,8 +139,7 @@ def _series(places: list[Place]) -> list[tuple[Place, ...]]:
         by_row[place[0]].append(place)
     found, rest = [], []
     for held in by_row.values():
-        steps = {(b[1] - a[1], b[2] - a[2]) for a, b in pairwise(held)}
-        if len(steps) == 1:
+        if _step(held) is not None:
             found.append(tuple(held))
         else:
             rest += held

@@ -20,6 +20,7 @@ from fcp._ep_view import EpView, check_experts, view
 from fcp._transformed import Transformed
 from fcp.axes import Axes
 from fcp.kernels import registered
+from fcp.model import dropouts
 from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Placement, Shapes, Sharded, base_model
@@ -150,16 +151,7 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
     if kernel != "auto" and kernel not in registered:
         raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(registered)}")
     base: Any = base_model(cast(Any, model_fn))
-    config = getattr(base, "config", None)
-    # Whatever a config calls it (attention_dropout, resid_pdrop, ...); classification heads are no part of the model.
-    dropout = {
-        name: value
-        for name in dir(config)
-        if "drop" in name
-        and not name.startswith(("_", "classifier", "summary"))
-        and type(value := getattr(config, name)) in (int, float)
-        and value > 0
-    }
+    dropout = dropouts(getattr(base, "config", None))
     if dropout:
         raise ValueError(f"transform: the config has {dropout}; dropout is not part of a pure function. Set it to 0.")
     if sizes["tp"] > 1:

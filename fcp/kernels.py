@@ -24,6 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from fcp.loss import cap
 from fcp.masks import Mask, materialize
 
 __all__ = [
@@ -83,7 +84,7 @@ def _logits(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     q = q.unflatten(1, (k.shape[1], -1)).to(wide)
     raw = (q @ k.to(wide).transpose(-1, -2).unsqueeze(2)) * spec.scale
-    return (raw if spec.softcap is None else spec.softcap * torch.tanh(raw / spec.softcap)), raw
+    return cap(raw, spec.softcap), raw
 
 
 def _allowed(mask: Mask, spec: Spec) -> Tensor:

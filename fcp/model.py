@@ -18,7 +18,22 @@ from fcp.axes import bare
 from fcp.ops import LOCAL, Ops
 from fcp.typing import Inputs, Output, Params
 
-__all__ = ["Model"]
+__all__ = ["Model", "dropouts"]
+
+
+def dropouts(config: Any) -> dict[str, float]:
+    """The dropouts above zero, whatever a config calls them (attention_dropout, resid_pdrop, ...).
+
+    Those of classification heads are no part of the model.
+    """
+    return {
+        name: value
+        for name in dir(config)
+        if "drop" in name
+        and not name.startswith(("_", "classifier", "summary"))
+        and type(value := getattr(config, name)) in (int, float)
+        and value > 0
+    }
 
 
 @dataclass(frozen=True)

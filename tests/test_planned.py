@@ -142,6 +142,13 @@ def test_the_work_follows_the_mask() -> None:
     assert area(rows) == pytest.approx((1 + 1 / 4) / 2)
 
 
+def test_holes_that_make_very_many_rectangles_are_blocks() -> None:
+    """Few runs may see each other in very many rectangles: those count, not the runs."""
+    row = torch.arange(2048)[None]
+    groups = plan_of(describe(row, valid=row % 60 != 59), None, None)
+    assert len(groups) == 2048 // _plan.BLOCK and all(each.blocks for each in groups)
+
+
 def test_equal_documents_are_one_call() -> None:
     (group,) = plan_of(describe((torch.arange(4096) % 256)[None]), None, None)
     assert len(group.places) == 16 and group.causal and group.steps == (256, 256)
@@ -162,7 +169,6 @@ def test_layers_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 1
     fcp.attention(q, q, q, mask, window=3)
     assert len(found) == 2
-    mask.positions.clone()
     other = Mask(mask.positions.clone(), mask.documents, mask.valid, mask.consecutive)
     other.positions[:, 6:] += 1
     fcp.attention(q, q, q, other, window=3)

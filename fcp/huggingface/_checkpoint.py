@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fcp._stored import Stored, stored_in
 
-__all__ = ["Stored", "check_tensors", "read", "tokenizer", "write"]
+__all__ = ["Stored", "check_tensors", "extra", "is_gguf", "read", "tokenizer", "write"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +42,7 @@ def read(path: str | Path, *, lazy: bool = False) -> tuple[dict[str, Any], dict[
         ImportError: an extra is not installed (`pip install fcp[hf]`).
     """
     path = Path(path).expanduser()
-    if _is_gguf(path):
+    if is_gguf(path):
         if lazy:
             raise ValueError(
                 f"{path}: the blocks of a GGUF file are unpacked whole, so nothing of it can stay in the file"
@@ -59,7 +59,7 @@ def read(path: str | Path, *, lazy: bool = False) -> tuple[dict[str, Any], dict[
 
 def write(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes config.json and model.safetensors into `folder`, which is made if it is not there."""
-    save_file = _extra("safetensors.torch").save_file
+    save_file = extra("safetensors.torch").save_file
 
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,13 +108,13 @@ def tokenizer(path: str | Path) -> Any:
         ImportError: transformers is not installed.
     """
     path = Path(path).expanduser()
-    if _is_gguf(path):
+    if is_gguf(path):
         folder, more = path.parent, {"gguf_file": path.name}
     elif any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         folder, more = path, {}
     else:
         raise ValueError(f"{path}: no tokenizer there; give a folder with tokenizer.json, or a .gguf file")
-    transformers = _extra("transformers")
+    transformers = extra("transformers")
     try:
         with _quiet(transformers):
             return transformers.AutoTokenizer.from_pretrained(
@@ -140,7 +140,8 @@ def _quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _extra(name: str) -> Any:
+def extra(name: str) -> Any:
+    """The module of that name, one of those that come with an extra; ImportError says which where it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -187,7 +188,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    library, load_file = _extra("safetensors"), _extra("safetensors.torch").load_file
+    library, load_file = extra("safetensors"), extra("safetensors.torch").load_file
     try:
         return load_file(path)
     except (library.SafetensorError, OSError) as error:
@@ -195,7 +196,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _stored(path: Path) -> dict[str, Stored]:
-    library = _extra("safetensors")
+    library = extra("safetensors")
     try:
         return stored_in(path)
     except (library.SafetensorError, OSError) as error:
@@ -237,12 +238,12 @@ GGUF_NAMES = {
 }
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
     return path.is_file() and path.suffix == ".gguf"
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    gguf = _extra("gguf")
+    gguf = extra("gguf")
     try:
         reader = gguf.GGUFReader(path)
         names = {name: name.removeprefix("tokenizer.ggml.") for name in reader.fields}

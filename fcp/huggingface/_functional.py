@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from fcp import pytree
 from fcp.axes import batched
-from fcp.huggingface._checkpoint import check_tensors
+from fcp.huggingface._checkpoint import check_tensors, extra, is_gguf
 from fcp.huggingface._interfaces import Call, register
-from fcp.huggingface._proof import Proof
+from fcp.huggingface._proof import Proof, words
 from fcp.huggingface._skeleton import PARTITIONS, Skeleton
 from fcp.huggingface._tp_plan import Plan, plan_of
 from fcp.huggingface._tp_proof import PlanRules
 from fcp.loss import mean_loss
-from fcp.model import Model
+from fcp.model import Model, dropouts
 from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params
 
@@ -67,7 +67,7 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
     _check(module)
     register()
     params = _nested(bare_parameters(module))
-    apply, proof, rules = _fitting(module, plan_of(module))
+    apply, rules = _fitting(module, plan_of(module))
     if skip_proof:
         apply.proof = None
     model = Model(
@@ -75,24 +75,20 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         apply=apply,
         init=partial(_init, type(module), module.config),
         rules=rules,
-        prove=None if skip_proof else proof.demand,
+        prove=None if apply.proof is None else apply.proof.demand,
     )
     return model, params
 
 
 def _loaded(path: Path, dtype: torch.dtype | None) -> Any:
     """The module of a checkpoint on this disk, in evaluation mode."""
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError("transformers is not installed; `pip install fcp[hf]` brings it") from None
-    is_gguf = path.is_file() and path.suffix == ".gguf"
-    if not is_gguf and not (path / "config.json").is_file():
+    transformers, from_gguf = extra("transformers"), is_gguf(path)
+    if not from_gguf and not (path / "config.json").is_file():
         raise ValueError(f"functional: {path} is no folder with a config.json and no GGUF file")
-    where: dict[str, Any] = {"gguf_file": path.name} if is_gguf else {}
+    where: dict[str, Any] = {"gguf_file": path.name} if from_gguf else {}
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent if is_gguf else path), dtype=dtype or "auto", local_files_only=True, **where
+            str(path.parent if from_gguf else path), dtype=dtype or "auto", local_files_only=True, **where
         ).eval()
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"functional: {path}: transformers does not load it: {error}") from error
@@ -133,7 +129,7 @@ def _check(module: Any) -> None:
             "here; set it to False"
         )
     if module.training:
-        active = _dropouts(held.config.get_text_config(decoder=True))
+        active = dropouts(held.config.get_text_config(decoder=True))
         active |= {name: x.p for name, x in module.named_modules() if isinstance(x, nn.Dropout) and x.p}
         if active:
             name, value = next(iter(active.items()))
@@ -156,8 +152,8 @@ def _length_scaled(config: Any) -> set[str]:
     return {str(kind["rope_type"]) for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")}
 
 
-def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, PlanRules | None]":
-    """The function and its proof, over the finest partition into units under which the module runs."""
+def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, PlanRules | None]":
+    """The function and its plan's rules, over the finest partition into units under which the module runs."""
     accepted = frozenset(inspect.signature(module.forward).parameters)
     errors: list[Exception] = []
     for follow, partition in itertools.product((False, True), PARTITIONS):
@@ -173,14 +169,13 @@ def _fitting(module: nn.Module, plan: Plan | None) -> "tuple[Function, Proof, Pl
         except Exception as error:  # of every kind: this is somebody's module
             errors.append(error)
         else:
-            return function, proof, None if plan is None else PlanRules(skeleton, plan, proof)
+            return function, None if plan is None else PlanRules(skeleton, plan, proof)
     said = [error for error in errors if str(error).startswith("huggingface: ")]
     if said:
         raise ValueError(f"functional: {str(said[-1]).removeprefix('huggingface: ')}") from None
-    reason = next(iter(str(errors[-1]).splitlines()), "")
     raise ValueError(
         f"functional: {type(module).__name__} does not run as a function of tokens and positions alone: "
-        f"{type(errors[-1]).__name__}: {reason}"
+        f"{words(errors[-1])}"
     ) from errors[-1]
 
 
@@ -211,15 +206,15 @@ class Function:
         if self.proof is None:
             return
         lead: Any = inputs.tokens if inputs.embeds is None else inputs.embeds
-        if not inputs.mask.plain and (reason := self.proof.mixes()):
+        if not inputs.mask.plain and (reason := self.proof.mixes):
             raise ValueError(
                 f"huggingface: the batch has packed documents or padding, which are told to attention alone, and in "
                 f"this module positions reach each other elsewhere too: {reason}. Give rows of one document each, "
                 f"without padding."
             )
-        if batched(lead) and (reason := self.proof.branches()):
+        if batched(lead) and (reason := self.proof.branches):
             raise ValueError(f"huggingface: simulated ranks cannot run this module: {reason}. Processes can (mesh=).")
-        if inputs.embeds is not None and (reason := self.proof.refuses_embeds()):
+        if inputs.embeds is not None and (reason := self.proof.refuses_embeds):
             raise ValueError(f"huggingface: the module takes no embeddings in the place of tokens: {reason}")
 
     def logits(self, leaves: Mapping[str, Any], inputs: Inputs, call: Call) -> Tensor:
@@ -262,19 +257,9 @@ def _at(params: Params, name: str) -> Any:
 def _config_of(module: Any) -> Any:
     """The text model's configuration, as fcp reads it: no dropout, since none is active."""
     config = copy.deepcopy(module.config.get_text_config(decoder=True))
-    for name, value in _dropouts(config).items():
+    for name, value in dropouts(config).items():
         setattr(config, name, type(value)(0))
     return config
-
-
-def _dropouts(config: Any) -> dict[str, float]:
-    """The dropouts above zero, by a config's names for them; classification heads are no part of the model."""
-    return {
-        name: value
-        for name, value in vars(config).items()
-        if "drop" in name and not name.startswith(("_", "classifier", "summary"))
-        if type(value) in (int, float) and value > 0
-    }
 
 
 def _init(kind: Any, config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:

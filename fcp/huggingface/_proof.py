@@ -16,10 +16,9 @@ same shapes have the same ones, which repeat one block of random numbers: to dra
 Left out: what happens only on long rows (the kinds of rope scaling that do are refused by `functional`).
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 from zlib import crc32
 
@@ -33,7 +32,7 @@ from fcp.masks import describe
 from fcp.ops import LOCAL
 from fcp.typing import Inputs
 
-__all__ = ["Proof", "close", "drawn"]
+__all__ = ["Proof", "close", "drawn", "words"]
 
 TOKENS = 8
 """Of the probe."""
@@ -74,8 +73,6 @@ class Proof:
 
     def __init__(self, skeleton: Skeleton, logits: Callable[..., Tensor], config: Any) -> None:
         self._skeleton, self._logits, self._config = skeleton, logits, config
-        self._lock = threading.Lock()
-        self._found: dict[str, str | None] = {}
         self._offset = 0
 
     def run_whole(self, firsts: list[int]) -> int:
@@ -93,44 +90,29 @@ class Proof:
 
     def demand(self) -> None:
         """Raises ValueError with the reason unless the sequence may be split."""
-        reason = self.mixes()
-        if reason:
+        if self.mixes:
             raise ValueError(
-                f"shard_seq: the sequence of this transformers module cannot be split: {reason}. Each position outside "
-                f"attention must stand for itself, or a rank would compute from its slice alone. Split the batch or "
-                f"the parameters instead (dp, fsdp)."
+                f"shard_seq: the sequence of this transformers module cannot be split: {self.mixes}. Each position "
+                f"outside attention must stand for itself, or a rank would compute from its slice alone. Split the "
+                f"batch or the parameters instead (dp, fsdp)."
             )
 
+    @cached_property
     def mixes(self) -> str | None:
         """How positions reach each other outside of attention; None where each stands for itself."""
-        return self._once("mixes", self._mixes)
-
-    def branches(self) -> str | None:
-        """Why simulated ranks cannot run it together; None where they can."""
-        return self._once("branches", self._branches)
-
-    def refuses_embeds(self) -> str | None:
-        """Why it takes no embeddings in the place of tokens; None where it does."""
-        return self._once("embeds", self._refuses_embeds)
-
-    def _once(self, name: str, find: Callable[[], str | None]) -> str | None:
-        with self._lock:
-            if name not in self._found:
-                self._found[name] = find()
-        return self._found[name]
-
-    def _mixes(self) -> str | None:
         for rows in HALVES:
             try:
                 part = self._run(rows)
             except Exception as error:  # of every kind: this is somebody's module
-                return f"it does not run on a slice of the sequence ({_words(error)})"
+                return f"it does not run on a slice of the sequence ({words(error)})"
             wrong = _differs(self._whole, part, rows)
             if wrong is not None:
                 return self._culprit(rows) or wrong
         return None if self._whole.calls else "nothing in it attends through transformers' attention interface"
 
-    def _branches(self) -> str | None:
+    @cached_property
+    def branches(self) -> str | None:
+        """Why simulated ranks cannot run it together; None where they can."""
         first, second = (self._inputs(rows) for rows in HALVES)
         tokens = torch.stack([first.tokens, second.tokens])  # type: ignore[list-item]
 
@@ -140,14 +122,16 @@ class Proof:
         try:
             torch.func.vmap(run)(tokens, torch.stack([first.positions, second.positions]))
         except Exception as error:  # of every kind: this is somebody's module
-            return f"its control flow depends on values, which differ between ranks ({_words(error)})"
+            return f"its control flow depends on values, which differ between ranks ({words(error)})"
         return None
 
-    def _refuses_embeds(self) -> str | None:
+    @cached_property
+    def refuses_embeds(self) -> str | None:
+        """Why it takes no embeddings in the place of tokens; None where it does."""
         try:
             whole, part = (self._run(rows, embeds=True) for rows in (slice(0, TOKENS), HALVES[0]))
         except Exception as error:  # of every kind: this is somebody's module
-            return _words(error)
+            return words(error)
         return _differs(whole, part, HALVES[0])
 
     def _inputs(self, rows: slice) -> Inputs:
@@ -184,12 +168,6 @@ class Proof:
         call = Call(replace(LOCAL, layer=layer), inputs.mask, inputs.positions + self._offset)
         with torch.enable_grad():
             self._logits(self._skeleton.parameters(), inputs, call)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
 
     def _run_on(self, inputs: Inputs, positions: Tensor | None, seen: Any) -> Tensor:
         call = Call(replace(LOCAL, attention=_nothing, layer=_OnRandom()), inputs.mask, positions, seen=seen)
@@ -234,7 +212,8 @@ def what_it_does(name: str, kind: str) -> str:
     return "something from other positions"
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
+    """What an error of somebody's module says, in a line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removeprefix(
         "ValueError: huggingface: "
     )
@@ -263,13 +242,15 @@ class _OnRandom:
         return fn(params, *args)
 
 
-_block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+@cache
+def _block() -> Tensor:
+    return torch.randn(BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def drawn(path: str, x: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.5
-    block = (_block * scale).to(dtype).roll(crc32(path.encode()) % BLOCK)
+    block = (_block() * scale).to(dtype).roll(crc32(path.encode()) % BLOCK)
     return block.repeat(-(-x.numel() // BLOCK))[: x.numel()].view(x.shape)
 
 

@@ -13,10 +13,10 @@ gradient is the same on every rank, and `Shared` if the ranks' gradients differ 
 This runs when rules are first asked for, which is when somebody asks for tp. A unit at a time is in memory.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cached_property
 from re import sub
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from fcp import pytree
 from fcp._simulate import map_ranks
 from fcp.collectives import pvary
-from fcp.huggingface._proof import Proof, close, drawn
+from fcp.huggingface._proof import Proof, close, drawn, words
 from fcp.huggingface._skeleton import Skeleton, Unit
 from fcp.huggingface._tp_plan import Plan
 from fcp.ops import LOCAL
@@ -50,35 +50,25 @@ class PlanRules(Mapping[str, Rule]):
 
     def __init__(self, skeleton: Skeleton, plan: Plan, proof: Proof) -> None:
         self._skeleton, self._plan, self._proof = skeleton, plan, proof
-        self._lock = threading.Lock()
-        self._found: Mapping[str, Rule] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
-
+    @cached_property
     def _rules(self) -> Mapping[str, Rule]:
-        with self._lock:
-            if self._found is None:
-                try:
-                    self._found = by_pattern(self._prove())
-                except ValueError as error:
-                    raise ValueError(
-                        f"shard_params: this transformers module cannot be split over tp by the plan that it carries: "
-                        f"{error}. Split the batch, the sequence or the storage instead (dp, cp, fsdp)."
-                    ) from None
-            return self._found
+        try:
+            return by_pattern(self._prove())
+        except ValueError as error:
+            raise ValueError(
+                f"shard_params: this transformers module cannot be split over tp by the plan that it carries: "
+                f"{error}. Split the batch, the sequence or the storage instead (dp, cp, fsdp)."
+            ) from None
 
     def __getitem__(self, pattern: str) -> Rule:
-        return self._rules()[pattern]
+        return self._rules[pattern]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rules())
+        return iter(self._rules)
 
     def __len__(self) -> int:
-        return len(self._rules())
+        return len(self._rules)
 
     def _prove(self) -> dict[str, Rule]:
         """The rule of every leaf."""
@@ -181,8 +171,7 @@ def _prove_unit(
     try:
         found, dims = map_ranks(rank, "tp", size, (), ())
     except Exception as error:  # of every kind: this is somebody's module
-        reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"{unit.path} does not run on a rank's part ({type(error).__name__}: {reason})") from None
+        raise ValueError(f"{unit.path} does not run on a rank's part ({words(error)})") from None
     results = iter(zip(found, dims, strict=True))
     for what, wanted in (("output", outs), ("gradient of the input", whole_inputs)):
         for expected in wanted:

@@ -267,7 +267,7 @@ class _Case:
     @property
     def branches(self) -> str | None:
         """Why simulated ranks cannot run it together; None where they can."""
-        return self.model.apply.proof.branches()
+        return self.model.apply.proof.branches
 
     def reference(self, name: str) -> Any:
         """(Output, gradients) of the unsharded function, computed once a batch."""

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,3 +31,12 @@ def mixin_of(model_type: str, **changes: Any) -> Any:
     """The mixin's tests of one model type, as methods to call."""
     made = {"config": staticmethod(partial(config_of, model_type, **changes)), "on_processes": False}
     return type("Mixed", (ContextParallelTesterMixin,), made)()
+
+
+def passes(mixed: Any, *tests: str) -> None:
+    """Runs these tests of a mixin; one that is skipped, because the model is refused, has not passed."""
+    for test in tests:
+        try:
+            getattr(mixed, test)()
+        except pytest.skip.Exception as skipped:
+            pytest.fail(f"{test}: {skipped}")

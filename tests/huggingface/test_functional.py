@@ -15,7 +15,7 @@ import fcp
 from fcp import huggingface, pytree
 from fcp.huggingface._written_out import Triangle, read_triangles
 from fcp.testing import wide
-from tests.huggingface.modules import mixin_of, module_of, tokens
+from tests.huggingface.modules import mixin_of, module_of, passes, tokens
 from tests.tolerances import FLOAT64
 
 transformers = pytest.importorskip("transformers")
@@ -131,13 +131,11 @@ def test_foreign_parameters_are_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["rembert", "gpt_neo", "gpt_neox_japanese", "xglm", "falcon"])
 def test_attention_written_out_is_followed(kind: str) -> None:
     """Products of four and of three dims, a triangle with a window, a floor at the smallest number, one kv head."""
-    mixed = mixin_of(kind)
-    mixed.test_function_is_module_eager()
-    mixed.test_gradients_are_the_modules()
-    mixed.test_packed_is_each_document_alone()
-    mixed.test_cp_packed()
-    mixed.test_cp_derivative_on_each_rank()
-    mixed.test_remat()
+    passes(
+        mixin_of(kind),
+        *("test_function_is_module_eager", "test_gradients_are_the_modules", "test_packed_is_each_document_alone"),
+        *("test_cp_packed", "test_cp_derivative_on_each_rank", "test_remat"),
+    )
 
 
 def test_a_triangle_is_read_whole() -> None:

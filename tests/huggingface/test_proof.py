@@ -125,8 +125,12 @@ def test_a_proof_on_the_modules_own_parameters_would_miss_it(monkeypatch: pytest
         return torch.zeros_like(real(path, x)) if x.dim() == 3 else real(path, x)
 
     monkeypatch.setattr(_proof, "drawn", zeros)
-    model, _ = huggingface.functional(with_layer(CausalConvolution()))
-    fcp.transform(model, cp=2)
+    module = with_layer(CausalConvolution())
+    with torch.no_grad():
+        module.model.layers[1].mlp[1].weight.fill_(0.3)
+    model, params = huggingface.functional(module)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    assert not fcp.compare(model, fcp.transform(model, cp=2), params, batch).ok()
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "recurrent_gemma", "zamba2", "xlstm", "jamba", "falcon_h1"])

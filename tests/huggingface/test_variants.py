@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fcp import huggingface
-from tests.huggingface.modules import mixin_of, module_of
+from tests.huggingface.modules import mixin_of, module_of, passes
 
 pytest.importorskip("transformers")
 
@@ -32,10 +32,8 @@ SOUND: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "changes"), SOUND, ids=str)
 def test_a_setting_is_honoured(kind: str, changes: dict[str, Any]) -> None:
     """Two kv heads of a fused projection, a scale a layer, rope scaling, a temperature by position, a long window."""
-    mixed = mixin_of(kind, **changes)
-    mixed.test_function_is_module_eager()
-    mixed.test_packed_is_each_document_alone()
-    mixed.test_cp_packed()
+    tests = ("test_function_is_module_eager", "test_packed_is_each_document_alone", "test_cp_packed")
+    passes(mixin_of(kind, **changes), *tests)
 
 
 @pytest.mark.parametrize(
