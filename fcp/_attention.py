@@ -12,7 +12,12 @@ Sinks need no kernel of their own. A sink is one more term in each row's normali
 corrected, and the kernel's backward, given the corrected ones, is exact (gpt-oss; Xiao et al. 2023, section 3.3).
 
 The gradient's own gradient differentiates the plain formula (`kernels.differentiable`), so any order is available.
-Left out: forward-mode derivatives, and keys of another length than the queries (that is what a ring brings).
+
+Queries may meet the keys of another part of the sequence (`Mask.against`). What they find there is no attention yet,
+but `part` gives it with its log-sum-exp, by which two of them are merged (`kernels.merge`), and `part_gradient` is the
+part's share of the gradient, given the whole's output and log-sum-exp.
+
+Left out: forward-mode derivatives.
 """
 
 import math
@@ -25,16 +30,25 @@ from torch import Tensor
 
 from fcp import _planned  # noqa: F401 - registers the default kernel
 from fcp._function import Function
-from fcp.kernels import Spec, differentiable, pick, registered
+from fcp.kernels import Spec, differentiable, pick, registered, weight_of
 from fcp.masks import Mask, describe
 
-__all__ = ["attention"]
+__all__ = [
+    "attention",
+    "kernel_of",
+    "part",
+    "part_gradient",
+    "row_sinks",
+    "sinks_gradient",
+    "spec_of",
+    "with_sinks",
+]
 
 
 def attention(
     q: Float[Tensor, "batch heads seq dim"],
-    k: Float[Tensor, "batch kv_heads seq dim"],
-    v: Float[Tensor, "batch kv_heads seq v_dim"],
+    k: Float[Tensor, "batch kv_heads keys dim"],
+    v: Float[Tensor, "batch kv_heads keys v_dim"],
     mask: Mask | None,
     *,
     window: int | None = None,
@@ -50,7 +64,8 @@ def attention(
     3.2.1; grouped heads: Ainslie et al. 2023, section 2.2; soft cap: Gemma 2, section 2.)
 
     Args:
-        mask: the description of the whole sequence; None for plain causal.
+        mask: the description of the whole sequence; None for plain causal. Where it has keys of its own (the whole
+            sequence's, met by some of its queries), k and v are theirs.
         window: the number of keys a query sees, itself included.
         chunk: queries see keys of their own chunk of positions only.
         scale: default 1 / sqrt(dim).
@@ -64,20 +79,75 @@ def attention(
     _check(q, k, v, mask, window, chunk, softcap, sinks)
     if mask is None:
         mask = describe(torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1))
-    spec = Spec(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        kernel=kernel,
-    )
-    # One sink a row and head from here on: it folds as the heads do, and expand's adjoint sums over the rows.
-    wide = torch.promote_types(q.dtype, torch.float32)
-    row_sinks = None if sinks is None else sinks.to(wide).expand(q.shape[0], -1)
-    out, _ = _Attention.apply(
-        q, k, v, row_sinks, mask.positions, mask.documents, mask.valid, mask.consecutive, pick(spec, q.device)
-    )
+    spec = spec_of(q, mask, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
+    out, _ = _Attention.apply(q, k, v, row_sinks(q, sinks), *mask.tensors(), mask.consecutive, spec)
     return out
+
+
+def spec_of(
+    q: Tensor,
+    mask: Mask,
+    *,
+    window: int | None,
+    chunk: int | None,
+    scale: float | None,
+    softcap: float | None,
+    kernel: str,
+) -> Spec:
+    """What is fixed about a call, with the kernel that will serve it.
+
+    Raises:
+        ValueError: an unknown kernel, or one that cannot serve the call.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    parts = mask.rows is not None or mask.keys is not None
+    return pick(Spec(scale, window, chunk, softcap, kernel), q.device, parts=parts)
+
+
+def kernel_of(attention_of: Any) -> str | None:
+    """The kernel that an `Ops.attention` asks for, where it is this file's; None where it is something else."""
+    if attention_of is attention:
+        return "auto"
+    if (
+        isinstance(attention_of, partial)
+        and attention_of.func is attention
+        and set(attention_of.keywords) == {"kernel"}
+    ):
+        return attention_of.keywords["kernel"]
+    return None
+
+
+def row_sinks(q: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """One sink a row and head: it folds as the heads do, and expand's adjoint sums over the rows."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return None if sinks is None else sinks.to(wide).expand(q.shape[0], -1)
+
+
+# --- parts of the keys ------------------------------------------------------------------------------------------------
+
+
+def part(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
+    """What the queries find among some keys: (output, log-sum-exp [batch, heads, seq]), without a graph."""
+    return _Attention.apply(q, k, v, None, *mask.tensors(), mask.consecutive, spec)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp with one more term in each row's normaliser; sinks [batch, heads]."""
+    both = torch.logaddexp(lse, sinks.unsqueeze(-1))
+    return (out * weight_of(lse, both)).to(out.dtype), both
+
+
+def sinks_gradient(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's weight multiplies no value, so of the softmax's gradient only the row correction is left."""
+    weight = torch.where(lse == -math.inf, 0.0, torch.exp(sinks.unsqueeze(-1) - lse))
+    return -(weight * (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(-1)
+
+
+def part_gradient(
+    g: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by these keys, where `out` and `lse` are those over all keys; without a graph."""
+    return _AttentionGradient.apply(g, out, lse, q, k, v, None, *mask.tensors(), mask.consecutive, spec)[:3]
 
 
 def _check(
@@ -91,9 +161,10 @@ def _check(
     sinks: Tensor | None,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    keys = q.shape[2] if mask is None or mask.keys is None else mask.keys.seq
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention: {shapes}; each must be [batch, heads, seq, dim]")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or keys != k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: {shapes}; batch, seq and (of q and k) dim must agree")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must share one dtype")
@@ -102,7 +173,7 @@ def _check(
     if mask is not None and mask.seq != q.shape[2]:
         raise ValueError(
             f"attention: {q.shape[2]} tokens of a sequence of {mask.seq}: the sequence is split and nothing brings it "
-            f"together for attention. Compose shard_seq with fcp.ulysses over the same axis."
+            f"together for attention. Compose shard_seq with fcp.ulysses, fcp.ring or fcp.gather over the same axis."
         )
     if mask is not None and mask.positions.shape[0] != q.shape[0]:
         raise ValueError(f"attention: a mask of {mask.positions.shape[0]} rows for a batch of {q.shape[0]}")
@@ -115,8 +186,11 @@ def _check(
 
 # --- the Function and its gradient ------------------------------------------------------------------------------------
 #
-# Both take their operands in the order: tensors [batch, heads, ...] (`sinks` is [batch, heads] or None), then the three
-# tensors of the mask [batch, seq], then what is fixed.
+# Both take their operands in the order: tensors [batch, heads, ...] (`sinks` is [batch, heads] or None), then the
+# tensors of the mask [batch, seq] (or None), then what is fixed.
+
+MASKS = 8
+"""The tensors of a mask: four of its queries, four of its keys."""
 
 
 class _Attention(Function):
@@ -128,19 +202,11 @@ class _Attention(Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        positions: Tensor,
-        documents: Tensor | None,
-        valid: Tensor | None,
-        consecutive: bool,
-        spec: Spec,
+        *described: Any,
     ) -> tuple[Tensor, Tensor]:
-        mask = Mask(positions, documents, valid, consecutive)
-        out, lse = registered[spec.kernel].forward(q, k, v, mask, spec)
-        if sinks is None:
-            return out, lse
-        with_sink = torch.logaddexp(lse, sinks.unsqueeze(-1))
-        kept = torch.where(lse == -math.inf, 0.0, torch.exp(lse - with_sink))
-        return (out * kept.unsqueeze(-1)).to(out.dtype), with_sink
+        *mask, consecutive, spec = described
+        out, lse = registered[spec.kernel].forward(q, k, v, Mask.of(mask, consecutive), spec)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -152,7 +218,7 @@ class _Attention(Function):
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         out, lse, *tensors = ctx.saved_tensors
         dq, dk, dv, d_sinks = _AttentionGradient.apply(g, out, lse, *tensors, ctx.consecutive, ctx.spec)
-        return dq, dk, dv, (None if tensors[3] is None else d_sinks), None, None, None, None, None
+        return dq, dk, dv, (None if tensors[3] is None else d_sinks), *([None] * (MASKS + 2))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Any, Any]:
@@ -164,14 +230,9 @@ class _AttentionGradient(Function):
 
     @staticmethod
     def forward(g: Tensor, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-        q, k, v, sinks, positions, documents, valid, consecutive, spec = operands
-        mask = Mask(positions, documents, valid, consecutive)
-        dq, dk, dv = registered[spec.kernel].backward(g, q, k, v, out, lse, mask, spec)
-        if sinks is None:
-            return dq, dk, dv, lse.new_zeros(lse.shape[:2])
-        # A sink's weight multiplies no value, so of the softmax's gradient only the row correction is left.
-        weight = torch.where(lse == -math.inf, 0.0, torch.exp(sinks.unsqueeze(-1) - lse))
-        return dq, dk, dv, -(weight * (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(-1)
+        q, k, v, sinks, *mask, consecutive, spec = operands
+        dq, dk, dv = registered[spec.kernel].backward(g, q, k, v, out, lse, Mask.of(mask, consecutive), spec)
+        return dq, dk, dv, (lse.new_zeros(lse.shape[:2]) if sinks is None else sinks_gradient(g, out, lse, sinks))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -182,7 +243,7 @@ class _AttentionGradient(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         # `out` and `lse` are functions of q, k, v and sinks, whose cotangents hold what flows through them.
         g, q, k, v, sinks, *mask = ctx.saved_tensors
-        described = Mask(*mask, consecutive=ctx.consecutive)
+        described = Mask.of(mask, ctx.consecutive)
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
 
         def gradient(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -192,7 +253,7 @@ class _AttentionGradient(Function):
         _, vjp = cast(Any, torch.func.vjp)(gradient, g, *inputs)
         seconds = vjp(tuple(cotangents[: len(inputs)]))
         dg, dq, dk, dv, *d_sinks = seconds
-        return dg, None, None, dq, dk, dv, *(d_sinks or [None]), *([None] * 5)
+        return dg, None, None, dq, dk, dv, *(d_sinks or [None]), *([None] * (MASKS + 2))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Any, Any]:
@@ -207,7 +268,7 @@ def _one_level_below(
     Into the heads where no tensor of the mask has the dim, else into the batch, which the mask has too.
     """
     *tensors, consecutive, spec = operands
-    into_batch = any(dim is not None for dim in in_dims[-5:-2])
+    into_batch = any(dim is not None for dim in in_dims[-2 - MASKS : -2])
 
     def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
         if x is None:
@@ -220,6 +281,6 @@ def _one_level_below(
 
     folded = [fold(x, dim) for x, dim in zip(tensors, in_dims[:-2], strict=True)]
     if not into_batch:
-        folded[-3:] = tensors[-3:]
+        folded[-MASKS:] = tensors[-MASKS:]
     results = function.apply(*folded, consecutive, spec)
     return tuple(unfold(x) for x in results), (0,) * len(results)

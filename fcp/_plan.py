@@ -12,16 +12,21 @@ cut by a diagonal.
 Masks that fall into very many runs (every other token padding, say) are planned as blocks of queries with all keys
 before their end, and the mask of that block alone. So no [seq, seq] tensor is ever made.
 
-A plan is found once for a mask and kept while the mask lives: the layers of a model share it.
+The queries may be some of the sequence's tokens and the keys others, in any order (`Mask.rows`, `Mask.keys`): a run
+is then tokens that are held side by side and are side by side in their row, and rows say which run comes first.
+
+A plan is found once for a mask and kept while the mask lives: the layers of a model share it. A mask that was made anew
+from the same numbers, as a ring's parts are in every layer, is recognised by them.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,7 +55,7 @@ class Group:
         diagonal: where not None, only keys with `i - j + diagonal >= 0` are seen (it is first query - first key).
         band: where not None, only keys with `i - j + band[0] < band[1]` are seen.
         blocks: where True, the mask is that of the description on these queries and keys, of the whole batch.
-        shared: whether another group has the same queries, so that what they find is merged.
+        shared: whether another rectangle has some of the same queries, so that what they find is merged.
     """
 
     places: tuple[Place, ...]
@@ -84,44 +89,70 @@ class Group:
 
 
 _plans: Any = WeakIdKeyDictionary()
+_by_content: OrderedDict[Any, tuple[Group, ...]] = OrderedDict()
+KEPT = 512
+"""Plans that are kept by the numbers of their masks: those of a step's rings, of several windows."""
 
 
 def plan_of(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
     """The groups of a mask's rectangles; queries that are in none see nothing."""
     held = _plans.setdefault(mask.positions, {})
     # The other tensors are kept beside the plan: an id alone may come to be another tensor's.
-    parts = (mask.documents, mask.valid)
-    key = (*(None if x is None else id(x) for x in parts), *(0 if x is None else x._version for x in parts))
-    key = (*key, mask.positions._version, window, chunk)
+    parts = _parts(mask)
+    key = (*(None if x is None else (id(x), x._version) for x in parts), window, chunk)
     if key not in held:
-        held[key] = (parts, _find(mask, window, chunk))
+        held[key] = (parts[1:], _by_numbers(mask, parts, window, chunk))
     return held[key][1]
 
 
+def _parts(mask: Mask) -> tuple[Tensor | None, ...]:
+    own = (mask.positions, mask.documents, mask.valid, mask.rows)
+    return own if mask.keys is None else (*own, *_parts(mask.keys))
+
+
+def _by_numbers(
+    mask: Mask, parts: tuple[Tensor | None, ...], window: int | None, chunk: int | None
+) -> tuple[Group, ...]:
+    if mask.rows is None and mask.keys is None:
+        return _find(mask, window, chunk)
+    numbers = (None if x is None else x.numpy(force=True).tobytes() for x in parts)
+    key = (mask.positions.shape, mask.consecutive, window, chunk, *numbers)
+    found = _by_content.pop(key, None)
+    _by_content[key] = _find(mask, window, chunk) if found is None else found  # the last used is the last to go
+    if len(_by_content) > KEPT:
+        _by_content.popitem(last=False)
+    return _by_content[key]
+
+
 def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
-    if window is not None and mask.consecutive and window >= mask.seq:
+    whole = mask.rows is None and mask.keys is None
+    if window is not None and mask.consecutive and whole and window >= mask.seq:
         window = None
     batch, seq = mask.positions.shape
     if mask.plain and window is None and chunk is None:
         return (Group(tuple((row, 0, 0) for row in range(batch)), seq, seq, causal=True),)
     found: dict[Group, list[Place]] = defaultdict(list)
-    cover: dict[tuple[int, int], int] = defaultdict(int)
+    cover = np.zeros((batch, seq), dtype=np.int32)
     count, most = 0, 64 + batch * seq // 32
     for row in range(batch):
-        runs = _runs(mask, row, window, chunk)
-        for index, query in enumerate(runs):
-            for key in runs[: index + 1]:
-                if key.valid and key.kind == query.kind:
-                    for place, shape in _rectangles(query, key, window):
-                        found[shape].append((row, *place))
-                        cover[row, place[0]] += 1
-                        count += 1
-                        if count > most:
-                            return _blocks(mask, window, chunk)
+        queries = _runs(mask, row, window, chunk)
+        runs = queries if mask.keys is None else _runs(mask.keys, row, window, chunk)
+        before: dict[tuple[int, int], list[_Run]] = defaultdict(list)
+        for key in runs:
+            if key.valid:
+                before[key.kind].append(key)
+        for query in queries:
+            for key in before.get(query.kind, ()):
+                for place, shape in _rectangles(query, key, window):
+                    found[shape].append((row, *place))
+                    cover[row, place[0] : place[0] + shape.queries] += 1
+                    count += 1
+                    if count > most:
+                        return _blocks(mask)
     groups = []
     for shape, places in found.items():
         for shared in (False, True):
-            here = [place for place in places if (cover[place[0], place[1]] > 1) is shared]
+            here = [p for p in places if bool((cover[p[0], p[1] : p[1] + shape.queries] > 1).any()) is shared]
             groups += [replace(shape, places=each, shared=shared) for each in _series(here)]
     return tuple(groups)
 
@@ -148,13 +179,19 @@ def _series(places: list[Place]) -> list[tuple[Place, ...]]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Tokens first..end of a row, alike: `kind` is their document and chunk, `position` that of the first."""
+    """Tokens first..end as they are held, and from `row` on in their row, that are alike: `kind` is their document and
+    chunk, `position` that of the first."""
 
     first: int
     end: int
+    row: int
     position: int
     kind: tuple[int, int]
     valid: bool
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
 
 
 def _runs(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[_Run]:
@@ -162,48 +199,60 @@ def _runs(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[_
     kinds = torch.zeros_like(positions) if mask.documents is None else mask.documents[row]
     chunks = torch.zeros_like(positions) if chunk is None else torch.div(positions, chunk, rounding_mode="floor")
     valid = torch.ones_like(positions, dtype=torch.bool) if mask.valid is None else mask.valid[row]
+    rows = torch.arange(mask.seq, device=positions.device) if mask.rows is None else mask.rows[row]
     starts = torch.ones_like(valid)
     starts[1:] = (kinds[1:] != kinds[:-1]) | (chunks[1:] != chunks[:-1]) | (valid[1:] != valid[:-1])
+    if mask.rows is not None:
+        starts[1:] |= rows[1:] != rows[:-1] + 1
     if window is not None:
         starts[1:] |= positions[1:] != positions[:-1] + 1
     first = starts.nonzero()[:, 0]
     ends = [*first[1:].tolist(), len(positions)]
-    columns = (x[first].tolist() for x in (positions, kinds, chunks, valid))
+    columns = (x[first].tolist() for x in (rows, positions, kinds, chunks, valid))
     return [
-        _Run(begin, end, position, (kind, part), real)
-        for begin, end, position, kind, part, real in zip(first.tolist(), ends, *columns, strict=True)
+        _Run(begin, end, at, position, (kind, part), real)
+        for begin, end, at, position, kind, part, real in zip(first.tolist(), ends, *columns, strict=True)
     ]
 
 
 def _rectangles(query: _Run, key: _Run, window: int | None) -> list[tuple[tuple[int, int], Group]]:
     """((first query, first key), shape) of what one run's queries see of another's keys."""
-    own = query.first == key.first
-    if window is None:
-        return [((query.first, key.first), _shape(query.end - query.first, key.end - key.first, own))]
+    below = key.row - query.row  # query i sees key j where j + below <= i
+    begin, end = max(below, 0), query.size  # the queries that see any
+    step = query.size
+    ahead = query.position - key.position  # of the first query's position, against the first key's
+    if window is not None:
+        end, step = min(end, key.size - 1 + window - ahead), max(BLOCK, window // 2)
     found = []
-    step = max(BLOCK, window // 2) if own else query.end - query.first
-    ahead = (query.position - query.first) - (key.position - key.first)  # of the positions, against the rows
-    for begin in range(query.first, query.end, step):
-        end = min(begin + step, query.end)
-        first = max(key.first, begin + ahead - window + 1)  # the first key that the first query sees
-        last = min(key.end, end) if own else key.end
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        first = 0 if window is None else max(0, start + ahead - window + 1)  # the first key that the first query sees
+        last = min(key.size, stop - below)
         if first >= last:
             continue
-        apart = begin + ahead - first  # of the first query's and the first key's positions
-        reach = apart + end - begin - 1  # of the last query's and the first key's
-        band = None if reach < window else (apart, window)
-        found.append(((begin, first), _shape(end - begin, last - first, own, begin - first, band)))
+        diagonal = start - below - first  # the last key that the first query sees, of these keys
+        apart = start + ahead - first  # of the first query's and the first key's positions
+        band = None if window is None or apart + stop - start - 1 < window else (apart, window)
+        shape = _shape(stop - start, last - first, diagonal if diagonal < last - first - 1 else None, band)
+        found.append(((query.first + start, key.first + first), shape))
     return found
 
 
-def _shape(queries: int, keys: int, own: bool, diagonal: int = 0, band: tuple[int, int] | None = None) -> Group:
-    causal = own and queries == keys and diagonal == 0 and band is None
-    return Group((), queries, keys, causal, diagonal if own and not causal else None, band)
+def _shape(queries: int, keys: int, diagonal: int | None, band: tuple[int, int] | None = None) -> Group:
+    causal = queries == keys and diagonal == 0 and band is None
+    return Group((), queries, keys, causal, None if causal else diagonal, band)
 
 
-def _blocks(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
+def _blocks(mask: Mask) -> tuple[Group, ...]:
     """Blocks of queries, each with all keys before its end."""
+    whole = mask.rows is None and mask.keys is None
+    keys = mask.seq if mask.keys is None else mask.keys.seq
     return tuple(
-        Group(((0, begin, 0),), min(BLOCK, mask.seq - begin), min(begin + BLOCK, mask.seq), blocks=True)
+        Group(
+            ((0, begin, 0),),
+            min(BLOCK, mask.seq - begin),
+            min(begin + BLOCK, mask.seq) if whole else keys,
+            blocks=True,
+        )
         for begin in range(0, mask.seq, BLOCK)
     )

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from fcp._plan import Group, plan_of
-from fcp.kernels import Kernel, Spec, flash_backward, flash_forward, plain_backward, plain_forward, register_kernel
+from fcp.kernels import (
+    Kernel,
+    Spec,
+    flash_backward,
+    flash_forward,
+    merge,
+    plain_backward,
+    plain_forward,
+    register_kernel,
+)
 from fcp.masks import Mask, materialize
 
 __all__ = ["PLANNED"]
@@ -22,8 +31,8 @@ __all__ = ["PLANNED"]
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
     groups = plan_of(mask, spec.window, spec.chunk)
-    if _is_everything(groups, q):
-        return _tile_forward(q, k, v, groups[0].causal, None, spec)
+    if _is_everything(groups, q, k):
+        return _tile_forward(q, k, v, groups[0].causal, _seen(groups[0], mask, spec), spec)
     wide = torch.promote_types(q.dtype, torch.float32)
     merged = any(group.shared for group in groups)
     out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide if merged else q.dtype)
@@ -40,23 +49,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[T
             if not group.shared:
                 out[at], lse[at] = found[here], found_lse[here]
                 continue
-            both = torch.logaddexp(lse[at], found_lse[here])
-            before, now = (_weight(x, both) for x in (lse[at], found_lse[here]))
-            out[at], lse[at] = out[at] * before + found[here].to(wide) * now, both
+            out[at], lse[at] = merge(out[at], lse[at], found[here].to(wide), found_lse[here])
     return out.to(q.dtype), lse
-
-
-def _weight(lse: Tensor, both: Tensor) -> Tensor:
-    """What one part of a row's keys counts; a part without a key counts nothing."""
-    return torch.where(lse == -math.inf, 0.0, torch.exp(lse - both)).unsqueeze(-1)
 
 
 def _backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = plan_of(mask, spec.window, spec.chunk)
-    if _is_everything(groups, q):
-        return _tile_backward(g, q, k, v, out, lse, groups[0].causal, None, spec)
+    if _is_everything(groups, q, k):
+        return _tile_backward(g, q, k, v, out, lse, groups[0].causal, _seen(groups[0], mask, spec), spec)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for group in groups:
@@ -83,14 +85,12 @@ def _add_gradients(
 # --- where a group's rectangles are -----------------------------------------------------------------------------------
 
 
-def _is_everything(groups: tuple[Group, ...], q: Tensor) -> bool:
-    """Whether one causal triangle is all there is."""
-    return (
-        len(groups) == 1
-        and groups[0].causal
-        and groups[0].queries == q.shape[2] == groups[0].keys
-        and (len(groups[0].places) == q.shape[0])
-    )
+def _is_everything(groups: tuple[Group, ...], q: Tensor, k: Tensor) -> bool:
+    """Whether one rectangle of all queries and keys is all there is of each row."""
+    if len(groups) != 1 or groups[0].blocks:
+        return False
+    (group,) = groups
+    return (group.queries, group.keys, len(group.places)) == (q.shape[2], k.shape[2], q.shape[0])
 
 
 def _is_batch(group: Group, batch: int) -> bool:
@@ -177,5 +177,5 @@ def _as_mask(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
     return seen.unsqueeze(2)
 
 
-PLANNED = Kernel(_forward, _backward)
+PLANNED = Kernel(_forward, _backward, parts=True)
 register_kernel("planned", PLANNED)

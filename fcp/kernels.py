@@ -33,11 +33,13 @@ __all__ = [
     "differentiable",
     "flash_backward",
     "flash_forward",
+    "merge",
     "pick",
     "plain_backward",
     "plain_forward",
     "register_kernel",
     "registered",
+    "weight_of",
 ]
 
 
@@ -69,11 +71,28 @@ class Kernel:
         backward: (g, q, k, v, out, lse, mask, spec) -> (dq, dk, dv). It must take `out` and `lse` as given, not compute
             its own: p = exp(logits - lse), and the row correction is sum(g * out).
         refuses: spec -> why this kernel cannot serve it, or None.
+        parts: whether it serves queries and keys of different tokens, or tokens in another order than their rows'
+            (`Mask.keys`, `Mask.rows`), as a ring asks for.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Mask, Spec], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask, Spec], tuple[Tensor, Tensor, Tensor]]
     refuses: Callable[[Spec], str | None] = lambda spec: None
+    parts: bool = False
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp over both of two disjoint parts of the keys, in the log-sum-exps' dtype.
+
+    (Milakov and Gimelshein 2018, section 3.1.) Nothing overflows: each part is scaled down by what it counts.
+    """
+    both = torch.logaddexp(lse, more_lse)
+    return out * weight_of(lse, both) + more * weight_of(more_lse, both), both
+
+
+def weight_of(lse: Tensor, both: Tensor) -> Tensor:
+    """What one part of a row's keys counts; a part without a key counts nothing."""
+    return torch.where(lse == -math.inf, 0.0, torch.exp(lse - both)).unsqueeze(-1)
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -143,7 +162,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
         column = sinks.unflatten(1, (k.shape[1], -1))[..., None, None].to(logits.dtype)
         logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], -1)
     empty = (logits == -math.inf).all(-1, keepdim=True)
-    p = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : q.shape[2]]
+    p = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : k.shape[2]]
     return (p @ v.to(p.dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
@@ -213,10 +232,11 @@ def _fused_backward(
 
 
 _registry: dict[str, Kernel] = {
-    "reference": Kernel(_reference_forward, _reference_backward),
+    "reference": Kernel(_reference_forward, _reference_backward, parts=True),
     "fused": Kernel(
         _fused_forward,
         _fused_backward,
+        parts=True,
         refuses=lambda spec: None if spec.softcap is None else "torch's flash kernel has no soft cap",
     ),
 }
@@ -235,8 +255,10 @@ def register_kernel(name: str, kernel: Kernel) -> None:
     _registry[name] = kernel
 
 
-def pick(spec: Spec, device: torch.device) -> Spec:
+def pick(spec: Spec, device: torch.device, *, parts: bool = False) -> Spec:
     """`spec` with the kernel that will serve it: "auto" takes the planned one where it runs.
+
+    `parts` is whether the queries and keys are parts of the sequence, or in an order of their own.
 
     Raises:
         ValueError: no such kernel, or one that refuses the call.
@@ -245,6 +267,11 @@ def pick(spec: Spec, device: torch.device) -> Spec:
         return replace(spec, kernel="planned" if device.type == "cpu" and "planned" in _registry else "reference")
     if spec.kernel not in _registry:
         raise ValueError(f"attention: no kernel {spec.kernel!r}; registered are {', '.join(_registry)}")
+    if parts and not _registry[spec.kernel].parts:
+        raise ValueError(
+            f"attention: kernel {spec.kernel!r} knows no queries and keys of different parts of the sequence, which "
+            f"rings, gathers and layouts bring; use kernel='auto', or register it with parts=True"
+        )
     why = _registry[spec.kernel].refuses(spec)
     if why is not None:
         raise ValueError(f"attention: kernel {spec.kernel!r} cannot serve {spec}: {why}; use kernel='auto'")

@@ -14,10 +14,16 @@ Documents are explicit, or start wherever a position is not the previous one plu
 sequence, never from a slice. `describe` looks at the values once and drops what says nothing (all valid, one document),
 so that a plain causal description is recognised as such and materialises to None.
 
+Ranks may hold the sequence in another order than its rows', and a rank meets the queries of one part with the keys of
+another. `take` gives the description of some of the tokens, in any order; each keeps its `rows`, the place in the whole
+sequence by which causality is decided. `against` says whose keys the queries meet.
+
 Left out: a mask that these words cannot say (bidirectional, an arbitrary 4-D mask). Those are refused by `prepare`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,7 +31,7 @@ from torch import Tensor
 
 from fcp import pytree
 
-__all__ = ["Mask", "count_pairs", "describe", "materialize"]
+__all__ = ["Mask", "count_pairs", "describe", "first_keys", "materialize"]
 
 
 @pytree.node("consecutive")
@@ -37,23 +43,63 @@ class Mask:
         positions: [batch, seq], int64.
         documents: [batch, seq], int64, or None where every row is one document.
         valid: [batch, seq], bool, or None where every token is valid.
-        consecutive: whether positions rise by one inside each document (then a window at least as long as the row
-            says nothing).
+        consecutive: whether positions rise by one inside each document of the whole rows (then a window at least as
+            long as the row says nothing).
+        rows: [batch, seq], int64, where in the whole row each token is; None where they are all there, in order.
+        keys: the description of the keys, where they are other tokens than the queries; itself without keys.
     """
 
     positions: Int[Tensor, "batch seq"]
     documents: Int[Tensor, "batch seq"] | None
     valid: Bool[Tensor, "batch seq"] | None
     consecutive: bool
+    rows: Int[Tensor, "batch seq"] | None = None
+    keys: "Mask | None" = None
 
     @property
     def seq(self) -> int:
+        """The number of queries."""
         return self.positions.shape[-1]
 
     @property
     def plain(self) -> bool:
-        """Whether this is the plain causal mask: one document a row, every token valid."""
-        return self.documents is None and self.valid is None
+        """Whether this is the plain causal mask: one document a row, every token valid, whole rows in order."""
+        return self.documents is None and self.valid is None and self.rows is None and self.keys is None
+
+    def take(self, at: Int[Tensor, "*batch n"]) -> "Mask":
+        """The description of the tokens `at` (of each row, or of all rows alike), in that order."""
+        at = at.expand(self.positions.shape[0], -1)
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.gather(1, at)
+
+        return Mask(
+            self.positions.gather(1, at),
+            pick(self.documents),
+            pick(self.valid),
+            self.consecutive,
+            at if self.rows is None else self.rows.gather(1, at),
+        )
+
+    def against(self, keys: "Mask") -> "Mask":
+        """These queries, with the keys of another description of the same rows."""
+        return replace(self, keys=keys)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What it holds, as operands of a Function: four tensors of the queries, four of the keys; see `of`."""
+        own = (self.positions, self.documents, self.valid, self.rows)
+        return (*own, *((None,) * 4 if self.keys is None else self.keys.tensors()[:4]))
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], consecutive: bool) -> "Mask":
+        """The description whose `tensors` these are."""
+        positions, documents, valid, rows, *others = tensors
+        keys = None if others[0] is None else cls.of((*others, *(None,) * 4), consecutive)
+        return cls(positions, documents, valid, consecutive, rows, keys)
+
+    def in_order(self) -> "Mask":
+        """The description of whole rows that are held in another order, in their own."""
+        return self if self.rows is None else replace(self.take(self.rows.argsort(-1)), rows=None)
 
 
 def describe(
@@ -123,8 +169,8 @@ def materialize(
     """allowed(q, k) for a slice of queries and a slice of keys.
 
     Args:
-        mask: the description of the whole sequence.
-        q_slice, k_slice: which rows and columns, in row order.
+        mask: the description of the whole sequence, or of the queries and keys of a part.
+        q_slice, k_slice: which queries and keys, as the description has them.
         window: sliding window, the number of keys a query sees, itself included.
         chunk: chunked attention, the length of a chunk.
 
@@ -137,19 +183,18 @@ def materialize(
     for name, value in (("window", window), ("chunk", chunk)):
         if value is not None and value < 1:
             raise ValueError(f"masks.materialize: {name}={value} must be 1 or more (None for no {name})")
-    if window is not None and mask.consecutive and window >= mask.seq:
+    if window is not None and mask.consecutive and window >= mask.seq and mask.rows is None and mask.keys is None:
         window = None
-    rows = torch.arange(mask.seq, device=mask.positions.device)
-    q_rows, k_rows = rows[q_slice], rows[k_slice]
     if mask.plain and window is None and chunk is None and q_slice.indices(mask.seq) == k_slice.indices(mask.seq):
         return None
+    keys = mask if mask.keys is None else mask.keys
+    allowed = _rows_of(keys)[:, None, k_slice] <= _rows_of(mask)[:, q_slice, None]
     q_positions = mask.positions[:, q_slice, None]
-    k_positions = mask.positions[:, None, k_slice]
-    allowed = (k_rows[None, :] <= q_rows[:, None])[None]
-    if mask.documents is not None:
-        allowed = allowed & (mask.documents[:, q_slice, None] == mask.documents[:, None, k_slice])
-    if mask.valid is not None:
-        allowed = allowed & mask.valid[:, None, k_slice]
+    k_positions = keys.positions[:, None, k_slice]
+    if mask.documents is not None and keys.documents is not None:
+        allowed = allowed & (mask.documents[:, q_slice, None] == keys.documents[:, None, k_slice])
+    if keys.valid is not None:
+        allowed = allowed & keys.valid[:, None, k_slice]
     if window is not None:
         allowed = allowed & (q_positions - k_positions < window)
     if chunk is not None:
@@ -158,6 +203,34 @@ def materialize(
         )
         allowed = allowed & same
     return allowed.expand(mask.positions.shape[0], -1, -1)[:, None]
+
+
+def _rows_of(mask: Mask) -> Int[Tensor, "batch seq"]:
+    """[batch, seq], or [1, seq] where all rows are alike."""
+    return torch.arange(mask.seq, device=mask.positions.device)[None] if mask.rows is None else mask.rows
+
+
+def first_keys(mask: Mask, *, window: int | None = None, chunk: int | None = None) -> Int[Tensor, "batch seq"]:
+    """The first key that each query may see, as a place in the row; the last is the query itself.
+
+    What lies between may still be padding, or of another document where ids come back; then the first place says no
+    more than that nothing before it is seen.
+
+    Args:
+        mask: of whole rows, in order.
+    """
+    own = torch.arange(mask.seq, device=mask.positions.device).expand_as(mask.positions)
+    if not mask.consecutive:
+        return torch.zeros_like(own)
+    first = torch.zeros_like(own)
+    if mask.documents is not None:
+        changes = torch.cat([first[:, :1], own[:, 1:] * (mask.documents[:, 1:] != mask.documents[:, :-1])], 1)
+        first = changes.cummax(1).values
+    if window is not None:
+        first = torch.maximum(first, own - window + 1)
+    if chunk is not None:
+        first = torch.maximum(first, own - torch.remainder(mask.positions, chunk))
+    return first
 
 
 def count_pairs(mask: Mask, *, window: int | None = None, chunk: int | None = None) -> int:

@@ -597,18 +597,19 @@ def test_vmap_over_cotangents_is_a_jacobian() -> None:
 
 
 def _mask_of_rank_0(size: int, in_dims: list[Any], operands: list[Any]) -> None:
-    for i in (-5, -4, -3):
+    for i in range(-2 - _attention.MASKS, -2):
         if in_dims[i] is not None:
             operands[i], in_dims[i] = operands[i].select(in_dims[i], 0), None
 
 
 def _k_of_rank_0(size: int, in_dims: list[Any], operands: list[Any]) -> None:
-    at = len(operands) - 8  # k, both in the operands of the forward and in those of the gradient
+    at = -5 - _attention.MASKS  # k, both in the operands of the forward and in those of the gradient
     operands[at], in_dims[at] = operands[at].select(in_dims[at], 0), None
 
 
 def _sinks_of_rank_0(size: int, in_dims: list[Any], operands: list[Any]) -> None:
-    operands[-6], in_dims[-6] = operands[-6].select(in_dims[-6], 0), None
+    at = -3 - _attention.MASKS
+    operands[at], in_dims[at] = operands[at].select(in_dims[at], 0), None
 
 
 FOLD_MUTANTS: dict[str, Callable[..., None]] = {

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,8 +60,7 @@ def experts(chosen: list[experts_grid.Case]) -> Iterator[Result]:
 def one(
     name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, Any], expected: fcp.Output, grads: Any
 ) -> Result:
-    names = tuple(name for name in sizes if name not in ("ep", "ep_plan"))
-    mesh = init_device_mesh(DEVICE, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    mesh = mesh_of(tuple((name, size) for name, size in sizes.items() if name not in ("ep", "ep_plan")))
     params, inputs, expected, grads = (
         pytree.map(lambda x: x.to(DEVICE), each) for each in (params, dict(inputs), expected, grads)
     )
@@ -79,6 +79,12 @@ def one(
     for key, value in (expected.statistics or {}).items():
         error = max(error, fcp.relative_error(value.double(), out.statistics[key].double()))
     return name, error, in_any_order(ran) == in_any_order(wanted)
+
+
+@cache
+def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
+    """One mesh for all cases of these sizes: each group keeps threads, and a thousand of them leave no time to work."""
+    return init_device_mesh(DEVICE, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes))
 
 
 def in_any_order(events: list[fcp.Event]) -> list[fcp.Event]:
@@ -227,6 +233,7 @@ def main() -> None:
         with open(results, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     # A group that something still holds when the interpreter ends takes its threads down with it: "terminate called".
+    mesh_of.cache_clear()
     groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
     gc.collect()
