@@ -14,6 +14,7 @@ This file is the only door: what is not listed in `__all__` is private.
 from fcp import huggingface, kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
+from fcp._context_parallel import register_cp
 from fcp._distribute import distribute
 from fcp._launch import LaunchError, launch
 from fcp._linear import linear
@@ -47,6 +48,8 @@ from fcp.remat import rematerialize
 from fcp.sharded import Sharded
 from fcp.trace import Event, record
 from fcp.transforms._experts import experts
+from fcp.transforms._gather import gather
+from fcp.transforms._ring import ring
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq
@@ -90,6 +93,7 @@ __all__ = [
     "compare",
     "distribute",
     "experts",
+    "gather",
     "huggingface",
     "kernels",
     "launch",
@@ -104,9 +108,11 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "record",
+    "register_cp",
     "register_kernel",
     "relative_error",
     "rematerialize",
+    "ring",
     "shard",
     "shard_batch",
     "shard_params",

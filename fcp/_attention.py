@@ -35,6 +35,7 @@ from fcp.masks import Mask, describe
 
 __all__ = [
     "attention",
+    "check_operands",
     "kernel_of",
     "part",
     "part_gradient",
@@ -76,7 +77,8 @@ def attention(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown kernel, or one that cannot serve the call.
     """
-    _check(q, k, v, mask, window, chunk, softcap, sinks)
+    check_operands(q, k, v, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
+    _check_mask(q, k, v, mask)
     if mask is None:
         mask = describe(torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1))
     spec = spec_of(q, mask, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
@@ -150,26 +152,36 @@ def part_gradient(
     return _AttentionGradient.apply(g, out, lse, q, k, v, None, *mask.tensors(), mask.consecutive, spec)[:3]
 
 
-def _check(
+def check_operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask | None,
+    *,
     window: int | None,
     chunk: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    keys = q.shape[2] if mask is None or mask.keys is None else mask.keys.seq
+    """Raises ValueError where q, k, v and the options are no attention, whatever the mask."""
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention: {shapes}; each must be [batch, heads, seq, dim]")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or keys != k.shape[2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"attention: {shapes}; batch, seq and (of q and k) dim must agree")
+        raise ValueError(f"attention: {_shapes(q, k, v)}; each must be [batch, heads, seq, dim]")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: {_shapes(q, k, v)}; batch, seq and (of q and k) dim must agree")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype}; they must share one dtype")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: {q.shape[1]} query heads over {k.shape[1]} key and value heads do not divide")
+    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"attention: {name}={value} must be above 0 (None for no {name})")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"attention: sinks {tuple(sinks.shape)}; one logit for each of {q.shape[1]} query heads")
+
+
+def _check_mask(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> None:
+    keys = q.shape[2] if mask is None or mask.keys is None else mask.keys.seq
+    if keys != k.shape[2]:
+        raise ValueError(f"attention: {_shapes(q, k, v)}; batch, seq and (of q and k) dim must agree")
     if mask is not None and mask.seq != q.shape[2]:
         raise ValueError(
             f"attention: {q.shape[2]} tokens of a sequence of {mask.seq}: the sequence is split and nothing brings it "
@@ -177,11 +189,10 @@ def _check(
         )
     if mask is not None and mask.positions.shape[0] != q.shape[0]:
         raise ValueError(f"attention: a mask of {mask.positions.shape[0]} rows for a batch of {q.shape[0]}")
-    for name, value in (("window", window), ("chunk", chunk), ("softcap", softcap)):
-        if value is not None and value <= 0:
-            raise ValueError(f"attention: {name}={value} must be above 0 (None for no {name})")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"attention: sinks {tuple(sinks.shape)}; one logit for each of {q.shape[1]} query heads")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 # --- the Function and its gradient ------------------------------------------------------------------------------------

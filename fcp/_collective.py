@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fcp._function import Function
-from fcp._process import on_processes
+from fcp._process import on_processes, start_permute
 from fcp.axes import Axis, differentiated_inside, varying
 from fcp.trace import Event, event_of, note, recording, tap
 
-__all__ = ["COPIES", "INVARIANT", "VARYING", "Rule", "over_ranks"]
+__all__ = ["COPIES", "INVARIANT", "VARYING", "Rule", "over_ranks", "started"]
 
 INVARIANT, VARYING, COPIES = "invariant", "varying", "copies"
 
@@ -104,6 +104,17 @@ def over_ranks(rule: Rule, xs: Sequence[Tensor], axes: tuple[Axis, ...]) -> list
     sizes = tuple(axis.size for axis, _ in live)
     call = _Call(rule, names, sizes, waiting=names, extras=(0,) * len(xs), mesh=meshes[0])
     return list(_Collective.apply(call, *xs, *(index for _, index in live)))
+
+
+def started(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Callable[[], Tensor]:
+    """A permutation of a plain tensor, under way; the call of what it gives waits for the result."""
+    live = tuple(axis for axis in axes if axis.index is not None)
+    if not live or live[0].mesh is None:
+        (y,) = over_ranks(rule, (x,), axes)
+        return lambda: y
+    names = tuple(axis.name for axis in live)
+    note(event_of(rule.name, names, [tuple(x.shape)], x.dtype, rule.backward))
+    return start_permute(rule, x, live[0].mesh, names)
 
 
 def _event(rule: Rule, call: _Call, xs: Sequence[Tensor], ranks_in_front: int) -> Event:

@@ -9,6 +9,7 @@ Where ep covers only a part of cp or fsdp, the axis is split into two, the fast 
 becomes fsdp=2 and fsdp_ep=2. tp is never split: its ranks would hold copies of an expert and compute it twice.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,16 +29,16 @@ class EpView:
 
 
 def view(sizes: Mapping[str, int], ep: int) -> EpView:
-    """The group of `ep` ranks within the axes dp, fsdp, cp and tp of `sizes`.
+    """The group of `ep` ranks within the axes of `sizes`: dp, fsdp, cp (one axis or two) and tp, the fastest last.
 
     Raises:
         ValueError: no group of that size can be made, with the sizes that can.
     """
     found = _taken(sizes, ep)
     if found is None:
-        product = sizes["fsdp"] * sizes["cp"] * sizes["tp"]
-        able = [str(size) for size in range(1, product + 1) if _taken(sizes, size) is not None]
-        have = ", ".join(f"{name}={sizes[name]}" for name in ("fsdp", "cp", "tp"))
+        shared = {name: size for name, size in sizes.items() if name != "dp"}
+        able = [str(size) for size in range(1, math.prod(shared.values()) + 1) if _taken(sizes, size) is not None]
+        have = ", ".join(f"{name}={size}" for name, size in shared.items())
         raise ValueError(
             f"transform: ep={ep} covers no whole view of {have}: an expert group is all of tp, then ranks of cp, then "
             f"of fsdp. With these, ep may be {', '.join(able)}."
@@ -61,9 +62,8 @@ def view(sizes: Mapping[str, int], ep: int) -> EpView:
 def _taken(sizes: Mapping[str, int], ep: int) -> dict[str, int] | None:
     """How many ranks of each axis the group takes, or None."""
     taken, left = {}, ep
-    for name in ("tp", "cp", "fsdp"):
-        size = sizes[name]
-        if left == 1:
+    for name, size in reversed(sizes.items()):
+        if left == 1 or name == "dp":
             break
         if left % size == 0:
             taken[name], left = size, left // size

@@ -7,7 +7,7 @@ and processes. The others have a collective of their own: a sum, a scattered sum
 A reduction is always SUM. Several axes are one flattened group of the mesh, its ranks in the mesh's order; so a tuple
 of names must be in that order.
 
-Left out: overlap, but for gathers that are asked for ahead of their use (`start_gather`). Each other call waits.
+Left out: overlap, but for what is asked for ahead of its use (`start_gather`, `start_permute`). Each other call waits.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from fcp._watch import collective
 if TYPE_CHECKING:
     from fcp._collective import Rule
 
-__all__ = ["group_of", "on_processes", "start_gather"]
+__all__ = ["group_of", "on_processes", "start_gather", "start_permute"]
 
 
 def on_processes(rules: "Sequence[Rule]", xs: Sequence[Tensor], mesh: Any, names: tuple[str, ...]) -> list[Tensor]:
@@ -119,17 +119,43 @@ def _one(rule: "Rule", x: Tensor, group: Any) -> Tensor:
 
 
 def _permute(rule: "Rule", x: Tensor, group: Any, rank: int) -> Tensor:
-    y = torch.zeros_like(x)
+    y, waiting = _send(rule, x, group, rank)
+    for work in waiting:
+        work.wait()
+    return y
+
+
+def _send(rule: "Rule", x: Tensor, group: Any, rank: int) -> tuple[Tensor, list[Any]]:
+    """What will hold the tensor that arrives here (zeros where none does), and what to wait for before it does."""
     sends = [target for source, target in rule.perm if source == rank]
     receives = [source for source, target in rule.perm if target == rank]
     if sends == receives == [rank]:
-        return x.clone()
+        return x.clone(), []
+    y = torch.empty_like(x) if receives else torch.zeros_like(x)
     ranks = dist.get_process_group_ranks(group)
     waiting = [dist.P2POp(dist.isend, x, ranks[target], group) for target in sends]
     waiting += [dist.P2POp(dist.irecv, y, ranks[source], group) for source in receives]
-    for work in dist.batch_isend_irecv(waiting) if waiting else ():
-        work.wait()
-    return y
+    return y, dist.batch_isend_irecv(waiting) if waiting else []
+
+
+def start_permute(rule: "Rule", x: Tensor, mesh: Any, names: tuple[str, ...]) -> Callable[[], Tensor]:
+    """Issues a permutation; gives what waits for it and hands over what arrived.
+
+    Ranks issue those of one group in the same order, so that the messages between two of them match.
+    """
+    group = group_of(mesh, names)
+    with collective(rule.name, names):
+        check_once(rule, x, group, _one)
+        x = x.contiguous()
+        y, waiting = _send(rule, x, group, dist.get_rank(group))
+
+    def wait() -> Tensor:
+        with collective(rule.name, names):
+            for work in waiting:
+                work.wait()
+        return y
+
+    return wait
 
 
 def start_gather(rule: "Rule", x: Tensor, whole: Tensor, mesh: Any, names: tuple[str, ...]) -> Callable[[], None]:

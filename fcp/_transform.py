@@ -5,10 +5,11 @@ By hand the same thing is a line of its own,
     fcp.simulate(fcp.shard_params(fcp.ulysses(fcp.shard_seq(model, axis="cp"), axis="cp"), axis="tp"), cp=2, tp=2)
 
 and any order of the transforms gives the same function. What the door adds: the refusals, each before a tensor moves;
-the usual wiring (fsdp splits the batch and stores parameters over fsdp x cp; remat wraps each layer; the logits may be
-left out); and a record of what was applied.
+the usual wiring (cp is shard_seq and a way to attend across slices; fsdp splits the batch and stores parameters over
+fsdp x cp; remat wraps each layer; the logits may be left out); and a record of what was applied.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,9 @@ from typing import Any, Literal, cast
 
 import torch
 
+from fcp._context_parallel import Choice, choose, context_parallel, cp_impls
 from fcp._ep_view import EpView, check_experts, view
+from fcp._order import check_layout
 from fcp._transformed import Transformed
 from fcp.axes import Axes
 from fcp.kernels import registered
@@ -28,7 +31,6 @@ from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
 from fcp.transforms._shard_params import indivisible, shard_params
 from fcp.transforms._shard_seq import shard_seq
-from fcp.transforms._ulysses import ulysses
 from fcp.typing import Inputs, ModelFn, Output, Params
 
 __all__ = ["transform"]
@@ -37,12 +39,14 @@ __all__ = ["transform"]
 def transform(
     model_fn: ModelFn,
     *,
-    cp: int = 1,
+    cp: int | tuple[int, int] = 1,
     tp: int = 1,
     fsdp: int = 1,
     dp: int = 1,
     ep: int = 1,
     ep_plan: Literal["dispatch", "all_reduce"] = "dispatch",
+    cp_impl: str | None = None,
+    layout: Literal["contiguous", "zigzag", "balanced"] | None = None,
     remat: bool = False,
     logits: bool = True,
     kernel: str = "auto",
@@ -54,7 +58,8 @@ def transform(
 
     Args:
         model_fn: a `Model`, or any model function (see `fcp.typing.ModelFn`); tp needs a model with rules.
-        cp: context parallelism: ranks that share one sequence (`shard_seq` and `ulysses`).
+        cp: context parallelism: ranks that share one sequence (`shard_seq`, and `ulysses` or another `cp_impl`). Two
+            numbers are Ulysses within and a ring across: of cp=(2, 4), `axes` names cp_ring=4 and cp_ulysses=2.
         tp: tensor parallelism: ranks that share each matrix, by the model's rules (`shard_params`).
         fsdp: ranks that store the parameters in pieces, over fsdp x cp, and compute different rows (`shard_params`,
             `shard_batch`).
@@ -64,6 +69,12 @@ def transform(
             `axes` names fsdp=2 and fsdp_ep=2.
         ep_plan: "dispatch" sends tokens to the ranks of their experts; "all_reduce" sums what each rank's experts make
             of tokens that tp ranks share (ep equal to tp).
+        cp_impl: how attention brings the slices of the sequence together: "ulysses" (by default), "ring" (by default
+            where cp is two numbers: it is then the one across), "gather", a name given to `register_cp`, or "auto",
+            which compares heads and bytes; `Transformed.why` says what it found.
+        layout: the order in which the ranks hold the sequence (`shard_seq`): "contiguous" by default; "zigzag" or
+            "balanced" give ranks that keep their own queries equal work, which under Ulysses they have already. With
+            cp_impl="auto" it is chosen too, unless given.
         remat: recompute each layer in backward instead of keeping what it computed.
         logits: False leaves `Output.logits` None.
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
@@ -79,7 +90,8 @@ def transform(
         ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
             layers do not divide by; ep without experts, one that does not divide them, covers no whole view, or whose
             plan needs tokens that are not shared; an unknown kernel; a model with dropout; a model that was transformed
-            already; a mesh of other names or sizes; rows of its own where no process is handed any.
+            already; a mesh of other names or sizes; rows of its own where no process is handed any; an unknown cp_impl
+            or layout, one without a cp, or an order that would change nothing.
 
     >>> import fcp, torch
     >>> from models import llama
@@ -92,17 +104,21 @@ def transform(
     >>> bool(torch.isclose(sharded(params, batch).loss, model(params, batch).loss))
     True
     """
-    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+    ulysses_size, ring_size = cp if isinstance(cp, tuple) and len(cp) == 2 else (cp, None)
+    given = {"cp": ulysses_size} if ring_size is None else {"cp_ring": ring_size, "cp_ulysses": ulysses_size}
+    sizes: dict[str, Any] = {"dp": dp, "fsdp": fsdp, **given, "tp": tp}
     _validate(model_fn, {**sizes, "ep": ep}, kernel)
+    how = _validate_cp(base_model(model_fn), cp, tp, cp_impl, layout)
     split = _validate_rows(rows, sizes, mesh)
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
     group = view(sizes, ep)
     check_experts(base_model(model_fn), group, ep, ep_plan)
     if mesh is not None:
-        _validate_mesh(mesh, sizes)
-        mesh = _split_mesh(mesh, group)
+        mesh = _split_mesh(mesh, sizes, group)
     parts = group.parts
+    slow, fast = (_several(parts[name], group) for name in ("cp_ring", "cp_ulysses")) if ring_size else ((), ())
+    whole = slow + fast if ring_size else _several(parts["cp"], group)  # the axes that split the sequence
     fn = model_fn if logits else _drop_logits(model_fn)
     if tp > 1:
         fn = shard_params(fn, axis="tp")
@@ -111,10 +127,14 @@ def transform(
         names = tuple(name for name in order if name in group.names)
         fn = experts(fn, axis=names, plan=ep_plan, shared=tuple(name for name in names if name == "tp"))
     if fsdp > 1:
-        stored = tuple(name for name in order if name in parts["fsdp"] + parts["cp"] and group.sizes[name] > 1)
+        stored = tuple(name for name in order if name in _several(parts["fsdp"], group) + whole)
         fn = shard_params(fn, axis=stored, how="gather")
-    if cp > 1:
-        fn = shard_seq(ulysses(fn, axis=_one(parts["cp"])), axis=_one(parts["cp"]))
+    if whole:
+        across = slow if ring_size else whole
+        fn = context_parallel(
+            fn, how.impl, within=_one(fast) if fast else None, across=_one(across) if across else None
+        )
+        fn = shard_seq(fn, axis=_one(whole), layout=cast(Any, how.layout))
     for axis in ("fsdp", "dp"):
         if sizes[axis] > 1:
             fn = shard_batch(fn, axis=_one(parts[axis]), rows=rows)
@@ -125,19 +145,44 @@ def transform(
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
     own = tuple(name for axis in split for name in parts[axis])
-    return Transformed(fn, {name: size for name, size in group.sizes.items() if size > 1}, mesh, own)
+    return Transformed(fn, {name: size for name, size in group.sizes.items() if size > 1}, mesh, own, how.why)
 
 
 def _one(names: tuple[str, ...]) -> Axes:
     return names[0] if len(names) == 1 else names
 
 
-def _split_mesh(mesh: Any, group: EpView) -> Any:
-    """The mesh with every axis that the expert group covers in part as two dimensions."""
+def _several(names: tuple[str, ...], group: EpView) -> tuple[str, ...]:
+    return tuple(name for name in names if group.sizes[name] > 1)
+
+
+def _split_mesh(mesh: Any, sizes: Mapping[str, int], group: EpView) -> Any:
+    """The mesh with cp as two dimensions where it is two axes, and every axis that the expert group covers in part.
+
+    Raises:
+        ValueError: its dimensions have other names or sizes than the axes.
+    """
+    hybrid = tuple(name for name in ("cp_ring", "cp_ulysses") if name in sizes)
+    asked = {name: size for name, size in sizes.items() if name not in hybrid}
+    if hybrid:
+        asked["cp"] = math.prod(sizes[name] for name in hybrid)
+    _validate_mesh(mesh, asked)
+    if hybrid and "cp" in mesh.mesh_dim_names:
+        mesh = _unflattened(mesh, "cp", {name: sizes[name] for name in hybrid})
     for name, parts in group.parts.items():
         if len(parts) > 1:
-            mesh = mesh._unflatten(name, tuple(group.sizes[part] for part in parts), parts)
+            mesh = _unflattened(mesh, name, {part: group.sizes[part] for part in parts})
     return mesh
+
+
+def _unflattened(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
+    """`mesh` with its dimension `name` as several. It is made once and lives as long as the mesh: its groups have
+    threads of their own, and a function that is transformed often would gather them."""
+    made = mesh.__dict__.setdefault("_fcp_unflattened", {})
+    key = (name, *sizes.items())
+    if key not in made:
+        made[key] = mesh._unflatten(name, tuple(sizes.values()), tuple(sizes))
+    return made[key]
 
 
 def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
@@ -166,6 +211,36 @@ def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
         if wrong:
             smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]
             raise ValueError(f"transform: {'; '.join(wrong)}. Below {sizes['tp']}, tp may be {', '.join(smaller)}.")
+
+
+def _validate_cp(model: Any, cp: Any, tp: int, impl: str | None, layout: str | None) -> Choice:
+    """What is to bring the slices together, and in which order ranks hold them."""
+    hybrid = isinstance(cp, tuple)
+    size = math.prod(cp) if hybrid else cp
+    for name, value in (("cp_impl", impl), ("layout", layout)):
+        if value is not None and size == 1:
+            raise ValueError(
+                f"transform: {name}={value!r} and no cp: no rank holds a slice of the sequence. Leave it out."
+            )
+    if layout is not None:
+        check_layout("transform", layout)
+    if impl is not None and impl != "auto" and impl not in cp_impls:
+        raise ValueError(f"transform: no cp_impl {impl!r}; registered are auto, {', '.join(cp_impls)}")
+    if hybrid and impl in ("auto", "ulysses"):
+        raise ValueError(
+            f"transform: cp={cp} is Ulysses within and another way across, and cp_impl={impl!r} is none of those; take "
+            f"'ring', 'gather' or a registered one, or one number for cp"
+        )
+    if impl == "auto":
+        chosen = choose(getattr(model, "config", None), size, tp)
+        return chosen if layout is None else replace(chosen, layout=layout)
+    impl = impl or ("ring" if hybrid else "ulysses")
+    if impl == "ulysses" and layout not in (None, "contiguous"):
+        raise ValueError(
+            f"transform: layout={layout!r} evens out the work of ranks that keep their own queries, and under "
+            f"cp_impl='ulysses' every rank has all of them. Leave it out, or take cp_impl='ring' or 'gather'."
+        )
+    return Choice(impl, layout or "contiguous", "")
 
 
 def _validate_rows(rows: str, sizes: Mapping[str, int], mesh: Any) -> tuple[str, ...]:

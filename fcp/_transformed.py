@@ -36,12 +36,14 @@ class Transformed:
         axes: axis name to number of ranks, outermost first; axes of one rank are left out.
         mesh: the DeviceMesh whose processes are the ranks; None where they are simulated.
         own: the axes whose ranks are each handed their own rows of the batch.
+        why: what was compared to choose the way to attend across slices, where it was left to cp_impl="auto".
     """
 
     model_fn: ModelFn
     axes: Mapping[str, int]
     mesh: Any = None
     own: tuple[str, ...] = ()
+    why: str = ""
 
     def __call__(self, params: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
         prepared = prepare(inputs)

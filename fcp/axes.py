@@ -28,6 +28,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "bare",
+    "bare_ranks",
     "batched",
     "bind",
     "bound",
@@ -135,6 +136,18 @@ def bare(x: Tensor) -> Tensor:
     """The tensor under all wrappers of torch.func: no derivative and no rank dimension follows it."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
+    return x
+
+
+def bare_ranks(x: Tensor) -> Tensor:
+    """As `bare`, the dims that vmap levels gave it in front of its own."""
+    dims = []
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            dims.append(_functorch.maybe_get_bdim(x))
+        x = _functorch.get_unwrapped(x)
+    for moved, dim in enumerate(reversed(dims)):  # each is counted without those below it
+        x = x.movedim(dim + moved, 0)
     return x
 
 

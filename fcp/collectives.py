@@ -19,14 +19,14 @@ A reduction is always SUM; who wants a mean divides. Left out: uneven slices. Pa
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from fcp._collective import COPIES, INVARIANT, VARYING, Rule, over_ranks
+from fcp._collective import COPIES, INVARIANT, VARYING, Rule, over_ranks, started
 from fcp.axes import Axes, Axis, axis_index, axis_size, lookup
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "pvary_each",
     "rows_gathered",
     "shard",
+    "start_ppermute",
     "unshard",
 ]
 
@@ -267,9 +268,12 @@ def pvary_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | Non
     return over_ranks(rule, xs, lookup(axis, "pvary"))
 
 
-def all_gather_each(xs: Sequence[Tensor], axis: Axes, *, sum_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """`all_gather` of each tensor along dim 0; their gradients are summed (in `sum_dtype`) and scattered together."""
-    return over_ranks(replace(rows_gathered(), sum_dtype=sum_dtype), xs, lookup(axis, "all_gather"))
+def all_gather_each(
+    xs: Sequence[Tensor], axis: Axes, *, dim: int = 0, sum_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """`all_gather` of each tensor along `dim`; their gradients are summed (in `sum_dtype`) and scattered together."""
+    rule = replace(rows_gathered(), dims=(dim,), sum_dtype=sum_dtype)
+    return over_ranks(rule, xs, lookup(axis, "all_gather"))
 
 
 def rows_gathered() -> Rule:
@@ -296,6 +300,17 @@ def all_to_all_each(xs: Sequence[Tensor], axis: Axes, *, split_dim: int, concat_
         _check_divides("all_to_all", x, axes, split)
     dims = (_dim("all_to_all", xs[0], split_dim), _dim("all_to_all", xs[0], concat_dim))
     return over_ranks(Rule("all_to_all", VARYING, VARYING, _dense_exchange, _to_exchange, dims), xs, axes)
+
+
+def start_ppermute(
+    x: Tensor, axis: Axes, *, perm: list[tuple[int, int]], backward: bool = False
+) -> Callable[[], Tensor]:
+    """`ppermute` of a tensor that nothing differentiates, under way: call what it gives to wait for the result.
+
+    On processes computation goes on meanwhile; in the simulator there is nothing to wait for.
+    """
+    rule = Rule("ppermute", VARYING, VARYING, _dense_permute, _to_permute, perm=tuple(perm), backward=backward)
+    return started(rule, x, lookup(axis, "ppermute"))
 
 
 def _one(rule: Rule, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:

@@ -4,6 +4,7 @@ Sizes are chosen to be awkward: 11 tokens (no cp divides them, so every cp pads)
 divides it), documents that cross shard edges, and head counts that cp divides, exceeds, or does not divide.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,39 +117,68 @@ MESHES: tuple[dict[str, int], ...] = (
     {"cp": 2, "tp": 2, "fsdp": 2},
 )
 
+WAYS: tuple[dict[str, Any], ...] = (
+    {"cp": 2, "cp_impl": "ring"},
+    {"cp": 3, "cp_impl": "ring", "layout": "zigzag"},
+    {"cp": 2, "cp_impl": "ring", "layout": "balanced"},
+    {"cp": 4, "cp_impl": "ring"},
+    {"cp": 4, "cp_impl": "ring", "layout": "balanced"},
+    {"cp": 8, "cp_impl": "ring", "layout": "zigzag"},
+    {"cp": 2, "cp_impl": "gather"},
+    {"cp": 4, "cp_impl": "gather", "layout": "zigzag"},
+    {"cp": 3, "cp_impl": "gather", "layout": "balanced"},
+    {"cp": (2, 2)},
+    {"cp": (2, 2), "layout": "zigzag"},
+    {"cp": (2, 3), "layout": "balanced"},
+    {"cp": (2, 2), "cp_impl": "gather"},
+    {"cp": 2, "tp": 2, "cp_impl": "ring", "layout": "zigzag"},
+    {"cp": 2, "fsdp": 2, "cp_impl": "ring", "layout": "balanced"},
+    {"cp": 2, "dp": 2, "cp_impl": "ring"},
+    {"cp": (2, 2), "fsdp": 2},
+    {"cp": 2, "tp": 2, "fsdp": 2, "cp_impl": "gather"},
+)
+"""Other ways to attend across slices than Ulysses, and orders in which ranks hold the sequence."""
+
 HEADS = ((8, 4), (6, 2), (9, 3), (4, 1))
 """Query and kv heads: cp divides both; kv heads below cp; counts that cp does not divide; one kv head for all."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """`mesh` is what `fcp.transform` is asked for: sizes of axes, and how their ranks attend."""
+
     family: str
     mask: str
-    mesh: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, Any], ...]
     heads: tuple[int, int]
 
     @property
+    def ranks(self) -> int:
+        sizes = (size for _, size in self.mesh if not isinstance(size, str))
+        return math.prod(math.prod(size) if isinstance(size, tuple) else size for size in sizes)
+
+    @property
     def name(self) -> str:
-        mesh = "x".join(f"{name}{size}" for name, size in self.mesh)
+        mesh = "x".join(f"{name}{size}".replace(", ", "_") for name, size in self.mesh)
         return f"{self.family}-{self.mask.replace(' ', '_')}-{mesh}-{self.heads[0]}q{self.heads[1]}kv"
 
 
-def cases() -> list[Case]:
+def cases(meshes: tuple[dict[str, Any], ...] = MESHES) -> list[Case]:
     """Every case; a tp that does not divide the heads is refused, which is tested elsewhere."""
     return [
         Case(family, mask, tuple(mesh.items()), heads)
         for heads in HEADS
         for family in FAMILIES
         for mask in MASKS
-        for mesh in MESHES
+        for mesh in meshes
         if all(count % mesh.get("tp", 1) == 0 for count in heads)
         and not (family in NO_WINDOWS and ("window" in mask or mask == "mixed layers"))
     ]
 
 
-def sample(count: int, seed: int = 0) -> list[Case]:
+def sample(count: int, seed: int = 0, *, meshes: tuple[dict[str, Any], ...] = MESHES) -> list[Case]:
     """A seeded sample that holds every family, mask, mesh and head count at least once."""
-    everything = cases()
+    everything = cases(meshes)
     random.Random(seed).shuffle(everything)
     chosen: list[Case] = []
     seen: set[Any] = set()

@@ -8,7 +8,7 @@ import torch
 
 import fcp
 from fcp import pytree
-from tests.grid import FAMILIES, LLAMAS, Case, basic, batch, cases, model_of, reference, sample
+from tests.grid import FAMILIES, LLAMAS, WAYS, Case, basic, batch, cases, model_of, reference, sample
 from tests.tolerances import FLOAT64
 from tests.toys import batch_of, gradient, randomized, tokens, toy, worst_error
 
@@ -36,6 +36,19 @@ def check(case: Case, **options: Any) -> None:
 def test_sample(case: Case) -> None:
     """A fault of any transform under any mask: a target lost, documents joined, a gradient that misses a sum."""
     check(case)
+
+
+@pytest.mark.parametrize("case", sample(48, meshes=WAYS), ids=lambda case: case.name)
+def test_other_ways_to_attend(case: Case) -> None:
+    """Keys merged twice or by the wrong weight, a block that is not sent, a gradient that does not come home; an order
+    that labels, positions, logits or the mask do not follow."""
+    check(case)
+
+
+@pytest.mark.parametrize("case", sample(5, seed=1, meshes=WAYS), ids=lambda case: case.name)
+def test_other_ways_rematerialised(case: Case) -> None:
+    """A ring that is bound wrongly when its layer is computed again in backward."""
+    check(case, remat=True)
 
 
 OTHERS = tuple(family for family in FAMILIES if family not in LLAMAS)
@@ -71,8 +84,15 @@ def test_all(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", cases(WAYS), ids=lambda case: case.name)
+def test_all_ways(case: Case) -> None:
+    """The whole grid of the other ways to attend."""
+    check(case)
+
+
 STEPS = {
-    "shard_seq": lambda fn: fcp.shard_seq(fn, axis="cp"),
+    "shard_seq": lambda fn: fcp.shard_seq(fn, axis="cp", layout="zigzag"),
     "ulysses": lambda fn: fcp.ulysses(fn, axis="cp"),
     "tp": lambda fn: fcp.shard_params(fn, axis="tp"),
     "fsdp": lambda fn: fcp.shard_params(fn, axis=("fsdp", "cp")),
@@ -81,12 +101,12 @@ STEPS = {
 ORDERS = list(itertools.permutations(STEPS))
 
 
-def check_order(order: tuple[str, ...]) -> None:
+def check_order(order: tuple[str, ...], across: Any = fcp.ulysses) -> None:
     model, params = toy(model_type="qwen3", vocab_size=61)
     inputs = batch_of(tokens(2, 9, vocab=61))
     fn: Any = model
     for step in order:
-        fn = STEPS[step](fn)
+        fn = across(fn, axis="cp") if step == "ulysses" else STEPS[step](fn)
     axes = {"fsdp": 2, "cp": 2, "tp": 2}
     assert worst_error(gradient(model, params, inputs), gradient(fcp.simulate(fn, **axes), params, inputs)) < FLOAT64
     out, grads = fcp.simulate(fcp.value_and_grad(fn), **axes)(params, inputs)
@@ -100,8 +120,16 @@ def test_any_order_of_transforms(order: tuple[str, ...]) -> None:
     check_order(order)
 
 
+@pytest.mark.parametrize("order", ORDERS[5::24], ids="-".join)
+@pytest.mark.parametrize("across", [fcp.ring, fcp.gather])
+def test_any_order_of_transforms_of_other_ways(order: tuple[str, ...], across: Any) -> None:
+    """A ring or a gather that works only inside or outside another transform."""
+    check_order(order, across)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_all_orders(order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("across", [fcp.ulysses, fcp.ring, fcp.gather])
+def test_all_orders(order: tuple[str, ...], across: Any) -> None:
     """Every order of the five transforms."""
-    check_order(order)
+    check_order(order, across)

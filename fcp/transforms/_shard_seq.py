@@ -8,17 +8,23 @@ A sequence that the ranks do not divide is padded here, and all of it together: 
 with zeros, positions going on (up to the model's last), targets ignored, and the mask's description by as many
 invisible tokens. The logits come back at the caller's length.
 
+Ranks may hold the sequence in another order than its own (`_order.py`), so that each has as much attention to do as the
+others. All that is split follows, the mask's description says where each token is from, and the logits come back in the
+caller's order.
+
 Attention still has to bring the slices together: compose with `ulysses` over the same axis. Alone, on a model with
 attention, this raises; a model whose every step acts on each token by itself needs no more.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fcp import pytree
+from fcp._order import check_layout, multiple_of, order_of
 from fcp.axes import Axes, axis_size, names_of
 from fcp.collectives import psum, shard, unshard
 from fcp.masks import Mask
@@ -29,43 +35,64 @@ from fcp.typing import IGNORED, Inputs, ModelFn, Output, Params
 __all__ = ["shard_seq"]
 
 
-def shard_seq(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
-    """Splits the sequence over `axis`, in order: [batch, seq] to [batch, seq_local] (Li et al. 2021, section 3).
+def shard_seq(
+    model_fn: ModelFn, *, axis: Axes = "cp", layout: Literal["contiguous", "zigzag", "balanced"] = "contiguous"
+) -> Sharded:
+    """Splits the sequence over `axis`: [batch, seq] to [batch, seq_local] (Li et al. 2021, section 3).
 
     Args:
         model_fn: any model function.
         axis: the axis whose ranks get different slices.
+        layout: the order in which the ranks hold the sequence. "contiguous": its own. "zigzag": rank r has the r-th of
+            2 * size pieces from the front and the r-th from the back, which under a causal mask is equal work where
+            ranks keep their own queries (`ring`, `gather`). "balanced": blocks dealt out by the number of keys they
+            see, for packed and padded rows. Padding is to a multiple of size, of 2 * size, and of size times a block
+            (a sixteenth of a rank's share, rounded down).
 
     Returns:
         The same function of whole sequences of any length; lengths that the axis does not divide are padded.
 
     Raises:
-        ValueError: the model is to prove that each position outside attention stands for itself, and cannot; or, when
-            called, it attends and no transform brings the slices together (see `ulysses`).
+        ValueError: an unknown layout; the model is to prove that each position outside attention stands for itself, and
+            cannot; or, when called, it attends and no transform brings the slices together (see `ulysses`).
     """
+    check_layout("shard_seq", layout)
     config = getattr(base_model(model_fn), "config", None)
     prove = getattr(base_model(model_fn), "prove", None)
     if prove is not None:
         prove()
 
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        seq = inputs.positions.shape[1]
-        padded = _pad(inputs, axis_size(axis), _pad_token(config), _positions_in(config))
-        local = replace(
-            padded,
-            **{
-                name: pytree.map(lambda x: shard(x, axis, dim=1), getattr(padded, name))
-                for name in ("tokens", "embeds", "positions", "targets", "real")
-            },
-        )
+        seq, size = inputs.positions.shape[1], axis_size(axis)
+        multiple = multiple_of(layout, seq, size)
+        whole = _pad(inputs, multiple, _pad_token(config), _positions_in(config))
+        order = order_of(layout, whole.mask, size, multiple // size)
+        if order is not None:
+            whole = replace(_each(whole, lambda x: _gather(x, order)), mask=whole.mask.take(order))
+        local = _each(whole, lambda x: shard(x, axis, dim=1))
         out = inner(params, local, replace(ops, total=lambda x: psum(ops.total(x), axis)))
+        logits = None if out.logits is None else unshard(out.logits, axis, dim=1)
+        if logits is not None and order is not None:
+            logits = _gather(logits, order.argsort(1))
         return Output(
             loss=None if out.loss is None else psum(out.loss, axis),
-            logits=None if out.logits is None else unshard(out.logits, axis, dim=1)[:, :seq],
+            logits=None if logits is None else logits[:, :seq],
             statistics=out.statistics,
         )
 
-    return Sharded(model_fn, f"shard_seq({' x '.join(names_of(axis))})", run, add_varying(axis))
+    told = "" if layout == "contiguous" else f", {layout}"
+    return Sharded(model_fn, f"shard_seq({' x '.join(names_of(axis))}{told})", run, add_varying(axis))
+
+
+def _each(inputs: Inputs, fn: Callable[[Tensor], Tensor]) -> Inputs:
+    """`fn` of all that is split along the sequence."""
+    names = ("tokens", "embeds", "positions", "targets", "real")
+    return replace(inputs, **{name: pytree.map(fn, getattr(inputs, name)) for name in names})
+
+
+def _gather(x: Tensor, order: Tensor) -> Tensor:
+    """The tokens of x [batch, seq, ...] in another order [batch, seq]."""
+    return x.gather(1, order.view(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
 def _pad_token(config: Any) -> int:

@@ -4,26 +4,26 @@ Queries, keys and values arrive split along the sequence; one all-to-all splits 
 rank runs ordinary attention with the mask of the whole sequence, and a second all-to-all takes the output back. The
 mask is never cut, so packing, padding and windows are what they are without ranks.
 
-Any head counts. The plan (`_plan`) may give each key-value head to several ranks, as `copies` interleaved repeats that
+Any head counts. The plan (`plan`) may give each key-value head to several ranks, as `copies` interleaved repeats that
 each serve a part of the head's queries, and may pad heads, so that every query head still meets its own key-value head.
 The sum of the copies' gradients and the zero gradients of padding follow from repeat's and pad's own adjoints.
 
 A per-head parameter (sinks) is taken by `own_slice`: it was marked varying already, so its gradient is summed once.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from fcp.axes import Axes, axis_size, names_of
+from fcp._across_slices import across_slices
+from fcp.axes import Axes, axis_size
 from fcp.collectives import all_to_all, all_to_all_each, own_slice
 from fcp.masks import Mask
-from fcp.ops import Attention, Ops
-from fcp.sharded import Sharded, base_model, pad_to
-from fcp.typing import Inputs, ModelFn, Output, Params
+from fcp.ops import Attention
+from fcp.sharded import Sharded, pad_to
+from fcp.typing import ModelFn
 
-__all__ = ["ulysses"]
+__all__ = ["Plan", "plan", "ulysses"]
 
 
 def ulysses(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
@@ -41,42 +41,15 @@ def ulysses(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
         ValueError: the config lists layers that carry a state along the sequence; or, when called, the model never
             calls `ops.attention` (its tokens would see only their own slice).
     """
-    stateful = sorted({kind for kind in _layer_kinds(base_model(model_fn)) if _STATEFUL & set(kind.split("_"))})
-    if stateful:
-        raise ValueError(
-            f"ulysses: the config has layers of kind {', '.join(stateful)}. They carry a state along the sequence, and "
-            f"nothing hands it from one slice of axis {axis!r} to the next; split the batch or the parameters instead."
-        )
-
-    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        called: list[bool] = []
-        out = inner(params, inputs, replace(ops, attention=_exchanged(ops.attention, axis, called)))
-        if not called:
-            raise ValueError(
-                f"ulysses: the model never called ops.attention, so nothing brought the slices of axis {axis!r} "
-                f"together. Call ops.attention in the model, or leave ulysses out if no token looks at another."
-            )
-        return out
-
-    return Sharded(model_fn, f"ulysses({' x '.join(names_of(axis))})", run)
+    return across_slices(model_fn, "ulysses", axis, _exchanged)
 
 
-_STATEFUL = {"linear", "lightning", "recurrent", "mamba", "mamba2", "ssm", "conv", "hybrid", "rwkv", "retention"}
-
-
-def _layer_kinds(model: Any) -> list[str]:
-    """The kinds of layers that a config names, by any of the names that config.json files use."""
-    config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in ("layer_types", "layers_block_type", "block_types"))
-    return [kind for kinds in found if isinstance(kinds, list | tuple) for kind in kinds if isinstance(kind, str)]
-
-
-def _exchanged(attention: Attention, axis: Axes, called: list[bool]) -> Attention:
+def _exchanged(attention: Attention, axis: Axes) -> Attention:
     def exchanged(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Mask | None,
+        mask: Mask,
         *,
         window: int | None = None,
         chunk: int | None = None,
@@ -84,13 +57,10 @@ def _exchanged(attention: Attention, axis: Axes, called: list[bool]) -> Attentio
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        called.append(True)
-        if mask is None:
-            raise ValueError("ulysses: attention needs the mask of the whole sequence; pass inputs.mask")
         heads = q.shape[1]
-        plan = _plan(heads, k.shape[1], axis_size(axis))
-        spread = (plan.spread_queries(q), plan.spread_keys(k), plan.spread_keys(v))
-        q, k, v = all_to_all_each(spread, axis, split_dim=1, concat_dim=2)
+        spread = plan(heads, k.shape[1], axis_size(axis))
+        operands = (spread.spread_queries(q), spread.spread_keys(k), spread.spread_keys(v))
+        q, k, v = all_to_all_each(operands, axis, split_dim=1, concat_dim=2)
         out = attention(
             q,
             k,
@@ -100,17 +70,17 @@ def _exchanged(attention: Attention, axis: Axes, called: list[bool]) -> Attentio
             chunk=chunk,
             scale=scale,
             softcap=softcap,
-            sinks=None if sinks is None else own_slice(plan.spread_queries(sinks[None])[0], axis, dim=0),
+            sinks=None if sinks is None else own_slice(spread.spread_queries(sinks[None])[0], axis, dim=0),
         )
         # [batch, seq, heads_local, dim] is how kernels lay it out and how the model reads it: nothing else is copied.
         rows = all_to_all(out.transpose(1, 2), axis, split_dim=1, concat_dim=2)
-        return plan.gather_queries(rows.transpose(1, 2), heads)
+        return spread.gather_queries(rows.transpose(1, 2), heads)
 
     return exchanged
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Key-value head j becomes `copies` heads side by side, each with `group` query heads; then pad to `kv_heads`."""
 
     group_before: int
@@ -118,6 +88,11 @@ class _Plan:
     group: int
     kv_before: int
     kv_heads: int
+
+    @property
+    def heads(self) -> int:
+        """The query heads, copies and padding too."""
+        return self.kv_heads * self.group
 
     @property
     def plain(self) -> bool:
@@ -134,7 +109,7 @@ class _Plan:
         if self.plain:
             return x
         x = pad_to(x.unflatten(1, (self.kv_before, -1)), self.copies * self.group, 2)
-        return pad_to(x.flatten(1, 2), self.kv_heads * self.group, 1)
+        return pad_to(x.flatten(1, 2), self.heads, 1)
 
     def gather_queries(self, x: Tensor, heads: int) -> Tensor:
         """The inverse of `spread_queries`."""
@@ -144,7 +119,7 @@ class _Plan:
         return x.unflatten(1, (self.kv_before, -1))[:, :, : self.group_before].flatten(1, 2)
 
 
-def _plan(heads: int, kv_heads: int, size: int) -> _Plan:
+def plan(heads: int, kv_heads: int, size: int) -> Plan:
     """The plan with the fewest query heads on the busiest rank, then the fewest copies.
 
     With q heads and kv heads divided by `size` that is one copy and no padding; with kv_heads below size, each kv head
@@ -157,4 +132,4 @@ def _plan(heads: int, kv_heads: int, size: int) -> _Plan:
 
     _, copies = min(load(copies) for copies in range(1, group + 1))
     padded = -(-kv_heads * copies // size) * size
-    return _Plan(group, copies, -(-group // copies), kv_heads, padded)
+    return Plan(group, copies, -(-group // copies), kv_heads, padded)

@@ -68,6 +68,21 @@ def test_grid_sample(processes: int, count: int, device: str, tmp_path: Path) ->
     check(processes, "grid", count, tmp_path, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("processes", "count"), [(2, 12), (4, 12)])
+def test_other_ways_sample(processes: int, count: int, device: str, tmp_path: Path) -> None:
+    """Rings whose messages cross, schedules that differ between ranks, gradients that go home to another rank."""
+    check(processes, "ways", count, tmp_path, device)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_other_ways_all(processes: int, device: str, tmp_path: Path) -> None:
+    """Every case of the other ways to attend whose mesh has this many ranks."""
+    check(processes, "ways", -1, tmp_path, device)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("processes", [2, 4, 8])

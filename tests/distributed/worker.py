@@ -24,7 +24,7 @@ from fcp import _collective, pytree
 from fcp import collectives as collectives_of
 from tests import experts_grid
 from tests.distributed import shards
-from tests.grid import Case, batch, cases, model_of, reference, sample
+from tests.grid import MESHES, WAYS, Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
 
 Result = tuple[str, float, bool]
@@ -34,14 +34,14 @@ MORE_ROWS = ({"dp": 2, "cp": 2}, {"dp": 2, "fsdp": 2})
 # The grid's own {"cp": 2, "fsdp": 2} is a mesh whose dimensions are in another order than the simulator's axes.
 
 
-def grid(chosen: list[Case]) -> Iterator[Result]:
+def grid(chosen: list[Case], *, more: bool) -> Iterator[Result]:
     """Loss, logits and every gradient against the unsharded function, and the trace against the simulator's."""
     for case in chosen:
         model, params = model_of(case.family, case.mask, case.heads)
         yield one(
             case.name, model, params, batch(case.mask), dict(case.mesh), *reference(case.family, case.mask, case.heads)
         )
-    if dist.get_world_size() == 4:
+    if more and dist.get_world_size() == 4:
         model, params = model_of("qwen3", "packed", (6, 2))
         rows = {"input_ids": tokens(4, 11, vocab=61), "labels": tokens(4, 11, vocab=61)}
         for sizes in MORE_ROWS:
@@ -60,7 +60,13 @@ def experts(chosen: list[experts_grid.Case]) -> Iterator[Result]:
 def one(
     name: str, model: fcp.Model, params: Any, inputs: Any, sizes: dict[str, Any], expected: fcp.Output, grads: Any
 ) -> Result:
-    mesh = mesh_of(tuple((name, size) for name, size in sizes.items() if name not in ("ep", "ep_plan")))
+    mesh = mesh_of(
+        tuple(
+            (name, math.prod(size) if isinstance(size, tuple) else size)
+            for name, size in sizes.items()
+            if name not in ("ep", "ep_plan", "cp_impl", "layout")
+        )
+    )
     params, inputs, expected, grads = (
         pytree.map(lambda x: x.to(DEVICE), each) for each in (params, dict(inputs), expected, grads)
     )
@@ -210,16 +216,16 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     world = dist.get_world_size()
-    fitting = [
-        case for case in (cases() if count < 0 else sample(10**6)) if math.prod(dict(case.mesh).values()) == world
-    ]
+    meshes = WAYS if what == "ways" else MESHES
+    every = cases(meshes) if count < 0 else sample(10**6, meshes=meshes)
+    fitting = [case for case in every if case.ranks == world]
     if what == "mutant":
         right = _collective.on_processes
         _collective.on_processes = lambda rules, xs, *more: (
             [x.clone() for x in xs] if rules[0].name == "psum" else right(rules, xs, *more)
         )
-    if what == "grid":
-        found = grid(fitting if count < 0 else fitting[:count])
+    if what in ("grid", "ways"):
+        found = grid(fitting if count < 0 else fitting[:count], more=what == "grid")
     elif what == "experts":
         found = experts(experts_grid.sample(10**6 if count < 0 else count, ranks=world))
     else:
