@@ -17,7 +17,10 @@ from fcp.ops import Attention, Ops
 from fcp.sharded import Sharded, base_model
 from fcp.typing import Inputs, ModelFn, Output, Params
 
-__all__ = ["across_slices", "check_slices"]
+__all__ = ["Across", "across_slices", "check_slices"]
+
+Across = Callable[..., Tensor]
+"""An `Ops.attention` that is handed slices, and always the mask."""
 
 _STATEFUL = {"linear", "lightning", "recurrent", "mamba", "mamba2", "ssm", "conv", "hybrid", "rwkv", "retention"}
 

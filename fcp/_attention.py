@@ -101,9 +101,9 @@ def spec_of(
     Raises:
         ValueError: an unknown kernel, or one that cannot serve the call.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     parts = mask.rows is not None or mask.keys is not None
-    return pick(Spec(scale, window, chunk, softcap, kernel), q.device, parts=parts)
+    return pick(Spec(factor, window, chunk, softcap, kernel), q.device, parts=parts)
 
 
 def kernel_of(attention_of: Any) -> str | None:

@@ -1,12 +1,13 @@
 """Ways of attending across slices of the sequence, by name: the registry behind `cp_impl`, and how one is chosen.
 
-    name       what travels, a layer, forward and backward          holds         heads
-    ulysses    q, k, v and the output, there and back                the sequence  padded where cp does not divide them
-    ring       k and v twice, their gradients once (float32)         two slices    any
-    gather     k and v once, their gradients once (float32)          the sequence  any
+    name       what travels for a layer, forward and backward       a rank attends with        heads
+    ulysses    q, k, v and the output, there and back               its heads of the sequence  padded to a multiple
+    ring       k and v twice, their gradients once, in float32      one slice after another    any
+    gather     k and v once, their gradients once, in float32       the whole sequence's keys  any
 
-`volume` gives these in bytes. "auto" compares them: ulysses where the heads divide, so that no rank computes padding;
-gather where the keys of the whole sequence are no more than a rank's own queries are; ring always. The least bytes win.
+`volume` gives these in bytes. "auto" compares them: ulysses where no more than an eighth of the heads it computes is
+padding; gather where the keys of the whole sequence are no more than a rank's own queries; ring always. The least
+bytes win.
 
 Ulysses within and ring across (`cp=(2, 4)`, the first fastest) is the same two transforms over two axes: Ulysses' ranks
 are few, near each other, and bounded by the heads; the ring's are many (Fang and Zhao 2024, section 3).
@@ -66,7 +67,7 @@ class Choice:
     why: str
 
 
-def volume(impl: str, heads: int, kv_heads: int, head_dim: int, size: int, *, itemsize: int = 2) -> float:
+def volume(impl: str, heads: int, kv_heads: int, head_dim: int, size: int, *, itemsize: int = 2) -> int:
     """The bytes that one rank sends for one layer and one token of its slice, forward and backward.
 
     Args:
@@ -79,7 +80,7 @@ def volume(impl: str, heads: int, kv_heads: int, head_dim: int, size: int, *, it
     kept, wide = head_dim * itemsize, head_dim * max(itemsize, 4)
     if impl == "ulysses":
         spread = plan(heads, kv_heads, size)
-        return 2 * (size - 1) / size * (2 * spread.heads + 2 * spread.kv_heads) * kept
+        return 2 * (size - 1) * 2 * (spread.heads + spread.kv_heads) // size * kept  # size divides both
     if impl == "ring":
         return (size - 1) * 2 * kv_heads * (2 * kept + wide)  # where every rank sees some of every block
     if impl == "gather":
@@ -87,27 +88,31 @@ def volume(impl: str, heads: int, kv_heads: int, head_dim: int, size: int, *, it
     raise ValueError(f"volume: no formula for {impl!r}; there is one for ulysses, ring and gather")
 
 
-def choose(config: Any, size: int, tp: int) -> Choice:
-    """What `cp_impl="auto"` is for a model of this config."""
-    found = _heads(config)
+def choose(config: Any, size: int, tp: int, layout: str | None = None) -> Choice:
+    """What `cp_impl="auto"` is for a model of this config; `layout` is the order that was asked for, if one was."""
+    found, ordered = _heads(config), layout not in (None, "contiguous")
     if found is None:
-        return Choice("ulysses", "contiguous", "the config names no number of attention heads, and ulysses serves any")
+        why = "the config names no number of attention heads, and it serves any"
+        return Choice("ring", layout or "zigzag", why) if ordered else Choice("ulysses", "contiguous", why)
     heads, kv_heads, head_dim = found[0] // tp, max(1, found[1] // tp), found[2]
     able = ["ring"]
     words = [f"{heads} query heads and {kv_heads} of keys and values on each of {size} ranks"]
-    if plan(heads, kv_heads, size).heads == heads:
+    padded = plan(heads, kv_heads, size).heads
+    if ordered:
+        words.append(f"layout={layout!r} is for ranks that keep their own queries, and under ulysses none does")
+    elif 8 * padded <= 9 * heads:
         able.insert(0, "ulysses")
-    else:
-        words.append(f"ulysses would pad the heads to {plan(heads, kv_heads, size).heads}")
+    if padded > heads:
+        words.append(f"ulysses pads the query heads to {padded}")
     if kv_heads * size <= heads:
         able.append("gather")
     else:
         words.append("the keys of the whole sequence, which gather holds, would be more than a rank's queries")
     bytes_of = {impl: volume(impl, heads, kv_heads, head_dim, size) for impl in able}
     impl = min(able, key=lambda name: bytes_of[name])
-    told = ", ".join(f"{name} {round(count):,}" for name, count in bytes_of.items())
+    told = ", ".join(f"{name} {count:,}" for name, count in bytes_of.items())
     words.append(f"bytes sent a token, layer and rank in bfloat16: {told}")
-    return Choice(impl, "contiguous" if impl == "ulysses" else "zigzag", "; ".join(words))
+    return Choice(impl, layout or ("contiguous" if impl == "ulysses" else "zigzag"), "; ".join(words))
 
 
 def _heads(config: Any) -> tuple[int, int, int] | None:

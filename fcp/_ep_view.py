@@ -62,7 +62,7 @@ def view(sizes: Mapping[str, int], ep: int) -> EpView:
 def _taken(sizes: Mapping[str, int], ep: int) -> dict[str, int] | None:
     """How many ranks of each axis the group takes, or None."""
     taken, left = {}, ep
-    for name, size in reversed(sizes.items()):
+    for name, size in reversed(list(sizes.items())):
         if left == 1 or name == "dp":
             break
         if left % size == 0:

@@ -17,19 +17,17 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fcp._context_parallel import Choice, choose, context_parallel, cp_impls
+from fcp._context_parallel import context_parallel
 from fcp._ep_view import EpView, check_experts, view
-from fcp._order import check_layout
 from fcp._transformed import Transformed
+from fcp._validate import check_cp, check_mesh, check_model, check_rows
 from fcp.axes import Axes
-from fcp.kernels import registered
-from fcp.model import dropouts
 from fcp.ops import Ops
 from fcp.remat import rematerialize
 from fcp.sharded import Placement, Shapes, Sharded, base_model
 from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
-from fcp.transforms._shard_params import indivisible, shard_params
+from fcp.transforms._shard_params import shard_params
 from fcp.transforms._shard_seq import shard_seq
 from fcp.typing import Inputs, ModelFn, Output, Params
 
@@ -107,9 +105,9 @@ def transform(
     ulysses_size, ring_size = cp if isinstance(cp, tuple) and len(cp) == 2 else (cp, None)
     given = {"cp": ulysses_size} if ring_size is None else {"cp_ring": ring_size, "cp_ulysses": ulysses_size}
     sizes: dict[str, Any] = {"dp": dp, "fsdp": fsdp, **given, "tp": tp}
-    _validate(model_fn, {**sizes, "ep": ep}, kernel)
-    how = _validate_cp(base_model(model_fn), cp, tp, cp_impl, layout)
-    split = _validate_rows(rows, sizes, mesh)
+    check_model(model_fn, {**sizes, "ep": ep}, kernel)
+    how = check_cp(base_model(model_fn), cp, tp, cp_impl, layout)
+    split = check_rows(rows, sizes, mesh)
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
     group = view(sizes, ep)
@@ -166,7 +164,7 @@ def _split_mesh(mesh: Any, sizes: Mapping[str, int], group: EpView) -> Any:
     asked = {name: size for name, size in sizes.items() if name not in hybrid}
     if hybrid:
         asked["cp"] = math.prod(sizes[name] for name in hybrid)
-    _validate_mesh(mesh, asked)
+    check_mesh(mesh, asked)
     if hybrid and "cp" in mesh.mesh_dim_names:
         mesh = _unflattened(mesh, "cp", {name: sizes[name] for name in hybrid})
     for name, parts in group.parts.items():
@@ -183,85 +181,6 @@ def _unflattened(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
     if key not in made:
         made[key] = mesh._unflatten(name, tuple(sizes.values()), tuple(sizes))
     return made[key]
-
-
-def _validate(model_fn: Any, sizes: Mapping[str, Any], kernel: str) -> None:
-    if not callable(model_fn) or isinstance(model_fn, type):
-        raise ValueError(f"transform: {model_fn!r} is no model function (params, inputs, ops) -> Output")
-    if isinstance(model_fn, Transformed):
-        raise ValueError("transform: this model was transformed already; transform the model itself, naming every axis")
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"transform: {name}={size!r} must be a number of ranks, 1 or more")
-    if kernel != "auto" and kernel not in registered:
-        raise ValueError(f"transform: no attention kernel {kernel!r}; registered are auto, {', '.join(registered)}")
-    base: Any = base_model(cast(Any, model_fn))
-    dropout = dropouts(getattr(base, "config", None))
-    if dropout:
-        raise ValueError(f"transform: the config has {dropout}; dropout is not part of a pure function. Set it to 0.")
-    if sizes["tp"] > 1:
-        rules = getattr(base, "rules", None)
-        if rules is None:
-            raise ValueError(
-                f"transform: tp={sizes['tp']} needs rules that say how each parameter splits, and {base!r} has none. "
-                f"Wrap it as fcp.Model(config, apply, init, rules), or leave tp out."
-            )
-        rules = dict(rules)  # reading them may be what proves them
-        wrong = indivisible(rules, "tp", sizes["tp"])
-        if wrong:
-            smaller = [str(size) for size in range(1, sizes["tp"]) if not indivisible(rules, "tp", size)]
-            raise ValueError(f"transform: {'; '.join(wrong)}. Below {sizes['tp']}, tp may be {', '.join(smaller)}.")
-
-
-def _validate_cp(model: Any, cp: Any, tp: int, impl: str | None, layout: str | None) -> Choice:
-    """What is to bring the slices together, and in which order ranks hold them."""
-    hybrid = isinstance(cp, tuple)
-    size = math.prod(cp) if hybrid else cp
-    for name, value in (("cp_impl", impl), ("layout", layout)):
-        if value is not None and size == 1:
-            raise ValueError(
-                f"transform: {name}={value!r} and no cp: no rank holds a slice of the sequence. Leave it out."
-            )
-    if layout is not None:
-        check_layout("transform", layout)
-    if impl is not None and impl != "auto" and impl not in cp_impls:
-        raise ValueError(f"transform: no cp_impl {impl!r}; registered are auto, {', '.join(cp_impls)}")
-    if hybrid and impl in ("auto", "ulysses"):
-        raise ValueError(
-            f"transform: cp={cp} is Ulysses within and another way across, and cp_impl={impl!r} is none of those; take "
-            f"'ring', 'gather' or a registered one, or one number for cp"
-        )
-    if impl == "auto":
-        chosen = choose(getattr(model, "config", None), size, tp)
-        return chosen if layout is None else replace(chosen, layout=layout)
-    impl = impl or ("ring" if hybrid else "ulysses")
-    if impl == "ulysses" and layout not in (None, "contiguous"):
-        raise ValueError(
-            f"transform: layout={layout!r} evens out the work of ranks that keep their own queries, and under "
-            f"cp_impl='ulysses' every rank has all of them. Leave it out, or take cp_impl='ring' or 'gather'."
-        )
-    return Choice(impl, layout or "contiguous", "")
-
-
-def _validate_rows(rows: str, sizes: Mapping[str, int], mesh: Any) -> tuple[str, ...]:
-    if rows not in ("all", "own"):
-        raise ValueError(f"transform: rows={rows!r}; it is 'all' or 'own'")
-    split = tuple(name for name in ("dp", "fsdp") if sizes[name] > 1)
-    if rows == "own" and (mesh is None or not split):
-        lacking = "no mesh: in the simulator one process is handed every rank's rows" if split else "no dp or fsdp"
-        raise ValueError(f"transform: rows='own' and {lacking}. Leave rows out.")
-    return split if rows == "own" else ()
-
-
-def _validate_mesh(mesh: Any, sizes: Mapping[str, int]) -> None:
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    found = {name: mesh.size(dim) for dim, name in enumerate(names)}
-    wanted = {name: size for name, size in sizes.items() if size > 1 or name in found}
-    if found != wanted:
-        raise ValueError(
-            f"transform: the mesh has the dimensions {found or 'without names'}, and {wanted} is asked for. Name and "
-            f"size them alike: init_device_mesh(device, sizes, mesh_dim_names=names)"
-        )
 
 
 def _drop_logits(model_fn: ModelFn) -> Sharded:

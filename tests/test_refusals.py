@@ -77,6 +77,49 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fcp.simulate(fcp.shard_seq(MODEL, axis="cp"), cp=2)(PARAMS, BATCH),
         "Compose shard_seq with fcp.ulysses",
     ),
+    # the ways to attend across slices
+    "an unknown cp_impl": (
+        lambda: fcp.transform(MODEL, cp=2, cp_impl="rings"),
+        "no cp_impl 'rings'; registered are auto",
+    ),
+    "a cp_impl without cp": (lambda: fcp.transform(MODEL, tp=2, cp_impl="ring"), "cp_impl='ring', and no cp"),
+    "a layout without cp": (lambda: UNCHECKED(MODEL, layout="zigzag"), "layout='zigzag', and no cp"),
+    "an unknown layout": (
+        lambda: UNCHECKED(MODEL, cp=2, cp_impl="ring", layout="striped"),
+        "layout='striped'; it is one of contiguous, zigzag, balanced",
+    ),
+    "by hand, an unknown layout": (
+        lambda: inspect.unwrap(fcp.shard_seq)(MODEL, axis="cp", layout="striped"),
+        "shard_seq: layout='striped'",
+    ),
+    "an order under Ulysses": (
+        lambda: fcp.transform(MODEL, cp=2, layout="zigzag"),
+        "under cp_impl='ulysses' every rank has all of them",
+    ),
+    "Ulysses within Ulysses": (
+        lambda: fcp.transform(MODEL, cp=(2, 2), cp_impl="ulysses"),
+        "Ulysses within and another way across",
+    ),
+    "three ways": (lambda: UNCHECKED(MODEL, cp=(2, 2, 2)), r"cp=\(2, 2, 2\) must be a number of ranks"),
+    "a ring of 0": (lambda: fcp.transform(MODEL, cp=(2, 0)), "cp_ring=0 must be a number of ranks"),
+    "a ring within Ulysses": (
+        lambda: fcp.simulate(
+            fcp.ulysses(fcp.ring(fcp.shard_seq(MODEL, axis=("a", "b")), axis="a"), axis="b"), a=2, b=2
+        )(PARAMS, BATCH),
+        "another transform replaced it. Apply ring over axis 'a' after",
+    ),
+    "a ring without slices": (
+        lambda: fcp.simulate(fcp.ring(MODEL, axis="cp"), cp=2)(PARAMS, BATCH),
+        "each rank has one slice of the sequence. Compose it with shard_seq",
+    ),
+    "a gather without slices": (
+        lambda: fcp.simulate(fcp.gather(MODEL, axis="cp"), cp=2)(PARAMS, BATCH),
+        "each rank has one slice of the sequence. Compose it with shard_seq",
+    ),
+    "no attention under a ring": (
+        lambda: fcp.transform(plain, cp=2, cp_impl="ring")(TABLE, BATCH),
+        "ring: the model never called ops.attention",
+    ),
     # the rules
     "a misspelt rule": (
         lambda: _with_rules({**MODEL.rules, "model.layers.*.self_attn.qproj.weight": fcp.Split(0)}),

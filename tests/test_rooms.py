@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_transformed",),
     ("_optimizer",),
     ("_train_step",),
+    ("_validate",),
     ("_transform",),
     ("_compare",),
     ("__init__",),

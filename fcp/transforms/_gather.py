@@ -11,7 +11,7 @@ The gradients of keys and values are summed over the ranks in float32 or wider.
 import torch
 from torch import Tensor
 
-from fcp._across_slices import across_slices, check_slices
+from fcp._across_slices import Across, across_slices, check_slices
 from fcp.axes import Axes, axis_index, axis_size
 from fcp.collectives import all_gather_each
 from fcp.masks import Mask
@@ -40,7 +40,7 @@ def gather(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     return across_slices(model_fn, "gather", axis, _gathered)
 
 
-def _gathered(attention: Attention, axis: Axes) -> Attention:
+def _gathered(attention: Attention, axis: Axes) -> Across:
     def gathered(
         q: Tensor,
         k: Tensor,

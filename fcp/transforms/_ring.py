@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fcp._across_slices import across_slices, check_slices
+from fcp._across_slices import Across, across_slices, check_slices
 from fcp._attention import (
     check_operands,
     kernel_of,
@@ -63,7 +63,7 @@ def ring(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     return across_slices(model_fn, "ring", axis, _ringed)
 
 
-def _ringed(attention: Attention, axis: Axes) -> Attention:
+def _ringed(attention: Attention, axis: Axes) -> Across:
     kernel = kernel_of(attention)
     if kernel is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fcp._across_slices import across_slices
+from fcp._across_slices import Across, across_slices
 from fcp.axes import Axes, axis_size
 from fcp.collectives import all_to_all, all_to_all_each, own_slice
 from fcp.masks import Mask
@@ -44,7 +44,7 @@ def ulysses(model_fn: ModelFn, *, axis: Axes = "cp") -> Sharded:
     return across_slices(model_fn, "ulysses", axis, _exchanged)
 
 
-def _exchanged(attention: Attention, axis: Axes) -> Attention:
+def _exchanged(attention: Attention, axis: Axes) -> Across:
     def exchanged(
         q: Tensor,
         k: Tensor,
