@@ -26,10 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from measure import GIVE_BLOCKS_BACK
 from rich.table import Table
 from simulate import SIZES
 
+import fcp
+from fcp._order import LAYOUTS, multiple_of, order_of
 from fcp.tables import show
 from models import llama
 
@@ -39,7 +42,11 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Claim:
-    """Who is compared at `seq` tokens and `rows` rows, and the most that `ours` may take of the unsharded's."""
+    """Who is compared at `seq` tokens and `rows` rows, and the most that `ours` may take of the unsharded's.
+
+    Rows may hold several documents, and layers have a window; then all others, the unsharded too, have a dense mask.
+    `faster` is how many times as fast as each peer `ours` is to be; `beside` are ours too, for comparison.
+    """
 
     title: str
     ours: str
@@ -48,15 +55,22 @@ class Claim:
     seq: int
     time: float
     memory: float | None = None
+    documents: int = 1
+    window: int | None = None
+    faster: float = 1.0
+    beside: tuple[str, ...] = ()
 
 
 ULYSSES = ("DeepSpeed Ulysses", "yunchang Ulysses")
+WAYS = ("fcp cp 2, ring", "fcp cp 2, gather")
 CLAIMS = (
     Claim("cp, 2,048 tokens", "fcp cp 2", ULYSSES, 1, 2048, time=1.03),
     Claim("tp, 2,048 tokens", "fcp tp 2", ("transformers tp",), 1, 2048, time=1.15),
     Claim("fsdp, 2 rows of 2,048 tokens", "fcp fsdp 2", ("transformers fsdp",), 2, 2048, time=1.02),
     Claim("cp, 8,192 tokens", "fcp cp 2", ULYSSES, 1, 8192, time=0.92, memory=0.55),
     Claim("tp, 8,192 tokens", "fcp tp 2", ("transformers tp",), 1, 8192, time=1.02),
+    Claim("cp, 8,192 tokens of 16 documents", "fcp cp 2", ULYSSES, 1, 8192, 0.5, documents=16, faster=1.3, beside=WAYS),
+    Claim("cp, 8,192 tokens, window 512", "fcp cp 2", ULYSSES, 1, 8192, 0.9, window=512, faster=1.5, beside=WAYS),
 )
 
 
@@ -73,8 +87,8 @@ def measure(claim: Claim, folder: str, runs: int) -> tuple[list[Measured], list[
     """What was measured, the unsharded first and ours second; and the names of those that are not installed."""
     peaks: dict[str, float] = {}
     missing, expected = [], {}
-    for name in ("unsharded", claim.ours, *claim.peers):
-        with ranks_of(name, folder, claim.rows, claim.seq, GIVE_BLOCKS_BACK) as started:
+    for name in ("unsharded", claim.ours, *claim.beside, *claim.peers):
+        with ranks_of(name, folder, claim, GIVE_BLOCKS_BACK) as started:
             first = [answer(rank) for rank in started]
         if first[0].get("missing"):
             missing.append(name)
@@ -84,7 +98,7 @@ def measure(claim: Claim, folder: str, runs: int) -> tuple[list[Measured], list[
             check(name, found, expected)
         peaks[name] = max(found["peak_mb"] for found in first)
     with contextlib.ExitStack() as stack:
-        ranks = {name: stack.enter_context(ranks_of(name, folder, claim.rows, claim.seq, {})) for name in peaks}
+        ranks = {name: stack.enter_context(ranks_of(name, folder, claim, {})) for name in peaks}
         for each in ranks.values():
             for rank in each:
                 answer(rank)
@@ -113,18 +127,20 @@ def check(name: str, found: dict[str, float], expected: dict[str, float]) -> Non
 
 
 @contextlib.contextmanager
-def ranks_of(name: str, folder: str, rows: int, seq: int, variables: Mapping[str, str]) -> Iterator[list[Any]]:
+def ranks_of(name: str, folder: str, claim: Claim, variables: Mapping[str, str]) -> Iterator[list[Any]]:
     """The processes of one candidate, each waiting for a line; they end with the block."""
     count = 1 if name == "unsharded" else RANKS
-    env = {**os.environ, **variables, "OMP_NUM_THREADS": str(RANKS // count), "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, **variables, "OMP_NUM_THREADS": str(RANKS // count)}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     if count > 1:
         env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(HERE / "distributed_rank.py"), name, folder, str(rows), str(seq)]
+    batch = (str(number) for number in (claim.rows, claim.seq, claim.documents))
+    command = [sys.executable, str(HERE / "distributed_rank.py"), name, folder, *batch]
     ranks: list[Any] = []
     try:
         for rank in range(count):
             mine = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else env
-            log = Path(folder) / f"{name} {seq} {rank}.log"
+            log = Path(folder) / f"{name} {claim.seq} {rank}.log"
             with log.open("w") as said:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
                 ranks.append(subprocess.Popen(command, env=mine, text=True, **pipes))
@@ -171,8 +187,9 @@ def report(claim: Claim, measured: list[Measured], missing: list[str]) -> tuple[
     mine, held = time[ours.name][1], memory[ours.name]
     wrong = [f"time above {claim.time:g}"] if mine > claim.time else []
     wrong += [f"memory above {claim.memory:g}"] if claim.memory and held > claim.memory else []
-    wrong += [f"slower than {peer.name}" for peer in measured[2:] if mine >= time[peer.name][1]]
-    wrong += [f"larger than {peer.name}" for peer in measured[2:] if held >= memory[peer.name]]
+    peers = [each for each in measured if each.name in claim.peers]
+    wrong += [f"not {claim.faster:g} times {each.name}" for each in peers if mine * claim.faster >= time[each.name][1]]
+    wrong += [f"larger than {each.name}" for each in peers if held >= memory[each.name]]
     return table, wrong
 
 
@@ -183,17 +200,43 @@ def ratios(each: Measured, base: Measured) -> tuple[float, float, float]:
     return low, middle, high
 
 
+BALANCE = "balance, 37 uneven documents of 8,192 tokens at cp 8"
+
+
+def balance() -> tuple[Table, bool]:
+    """The (query, key) pairs of the busiest rank over the mean, in every order; nothing is timed."""
+    generator, size, seq = torch.Generator().manual_seed(0), 8, 8192
+    cuts = torch.randperm(seq - 1, generator=generator)[:36].sort().values + 1
+    lengths = torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([seq]))
+    mask = fcp.masks.describe(torch.cat([torch.arange(int(n)) for n in lengths])[None])
+    pairs = torch.cat([torch.arange(1, int(n) + 1) for n in lengths])[None]
+    table, worst = Table(title=BALANCE, title_justify="left"), 0.0
+    for column in ("layout", "busiest / mean", "at most"):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in LAYOUTS:
+        order = order_of(layout, mask, size, multiple_of(layout, seq, size) // size)
+        work = (pairs if order is None else pairs.gather(1, order)).view(size, -1).sum(1).double()
+        worst = float(work.max() / work.mean())
+        table.add_row(layout, f"{worst:.3f}", "1.05" if layout == "balanced" else "")
+    return table, worst <= 1.05
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=15, help="turns at 2,048 tokens; a third of them at 8,192")
     parser.add_argument("--only", default="", help="the claims whose title has this in it")
     args = parser.parse_args()
     good = True
-    with tempfile.TemporaryDirectory() as folder:
-        config = llama.Config(**SIZES)
-        llama.save(folder, config, llama.init(config))
+    if args.only in BALANCE:
+        table, good = balance()
+        show(table)
+    with tempfile.TemporaryDirectory() as scratch:
         for claim in CLAIMS:
             if args.only in claim.title:
+                folder = tempfile.mkdtemp(dir=scratch)
+                windows: dict[str, Any] = {"model_type": "mistral", "sliding_window": claim.window}
+                config = llama.Config(**SIZES, **(windows if claim.window else {}))
+                llama.save(folder, config, llama.init(config))
                 runs = args.runs if claim.seq < 8192 else max(3, args.runs // 3)
                 table, wrong = report(claim, *measure(claim, folder, runs))
                 show(table)

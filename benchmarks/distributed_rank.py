@@ -1,6 +1,6 @@
 """One rank of one candidate of `distributed.py`: builds the step, says what it found, and runs it when it is told to.
 
-    python distributed_rank.py NAME FOLDER ROWS SEQ        (with torchrun's variables where there are several ranks)
+    python distributed_rank.py NAME FOLDER ROWS SEQ DOCUMENTS   (with torchrun's variables where ranks are several)
 
 It answers in JSON, a line a time, on what was standard output: first the package that is missing, or the loss, the norm
 of all gradients and its peak memory; then, for every line that comes in, the seconds of one step. It ends where its
@@ -29,7 +29,7 @@ def norm_of(gradients: Iterable[Tensor]) -> float:
 
 
 def main() -> None:
-    name, folder, rows, seq = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    name, folder, rows, seq, documents = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
 
@@ -46,7 +46,7 @@ def main() -> None:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
         dist.init_process_group("gloo")
-    step, whole = make(folder, rows, seq)
+    step, whole = make(folder, rows, seq, documents)
     step()  # what is made once is made here
     loss, gradients = step()
     peak = (status_kb("VmHWM") - imported) / 1024

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import fcp
 from fcp import pytree
@@ -27,14 +27,32 @@ __all__ = ["NAMES", "find"]
 
 Step = Callable[[], tuple[Tensor, Any]]
 """() -> (this rank's part of the loss, the gradients as this rank holds them)."""
-Make = Callable[[str, int, int], tuple[Step, Callable[[Any], Iterable[Tensor]]]]
-"""(the checkpoint's folder, rows of the batch, tokens a row) -> the step; what puts its gradients together."""
+Make = Callable[[str, int, int, int], tuple[Step, Callable[[Any], Iterable[Tensor]]]]
+"""(the checkpoint's folder, rows of the batch, tokens a row, documents a row) -> the step; what puts its gradients
+together."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [batch, seq_local, heads, dim] -> [batch, seq_local, heads, dim]."""
+Local = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The same of whole sequences and some of the heads."""
 
 
 def _tokens(rows: int, seq: int) -> Tensor:
     return torch.randint(0, 2048, (rows, seq), generator=torch.Generator().manual_seed(0))
+
+
+def _batch(rows: int, seq: int, documents: int) -> dict[str, Tensor]:
+    """Rows of equal documents, whose first tokens nobody predicts."""
+    ids, positions = _tokens(rows, seq), torch.arange(seq // documents).repeat(rows, documents)
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+def _dense(positions: Tensor, window: int | None) -> Tensor:
+    """bool [rows, 1, seq, seq]: the mask as others build it, around every call of attention."""
+    index = torch.arange(positions.shape[1])
+    apart = index[:, None] - index[None, :]
+    documents = (positions == 0).cumsum(1)
+    seen = (apart >= 0) & (documents[:, :, None] == documents[:, None, :])
+    return (seen if window is None else seen & (apart < window))[:, None]
 
 
 def _backward(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -45,13 +63,19 @@ def _backward(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def _llama(folder: str, **how: Any) -> Any:
-    return LlamaForCausalLM.from_pretrained(folder, use_cache=False, **how).train()
+    return AutoModelForCausalLM.from_pretrained(folder, use_cache=False, **how).train()
+
+
+def _window(model: Any) -> int | None:
+    return getattr(model.config, "sliding_window", None)
 
 
 def unsharded() -> Make:
-    def make(folder: str, rows: int, seq: int) -> Any:
-        model, ids = _llama(folder, attn_implementation="sdpa"), _tokens(rows, seq)
-        return lambda: _backward(model, input_ids=ids, labels=ids), list
+    def make(folder: str, rows: int, seq: int, documents: int) -> Any:
+        model, batch = _llama(folder, attn_implementation="sdpa"), _batch(rows, seq, documents)
+        if documents > 1 or _window(model) is not None:
+            batch["attention_mask"] = _dense(batch["position_ids"], _window(model))
+        return lambda: _backward(model, **batch), list
 
     return make
 
@@ -59,19 +83,19 @@ def unsharded() -> Make:
 # --- fcp --------------------------------------------------------------------------------------------------------------
 
 
-def with_fcp(axis: str) -> Make:
-    def make(folder: str, rows: int, seq: int) -> Any:
+def with_fcp(axis: str, **how: Any) -> Make:
+    def make(folder: str, rows: int, seq: int, documents: int) -> Any:
         model, params = llama.load(folder)
-        ids, size = _tokens(rows, seq), dist.get_world_size()
+        batch, size = _batch(rows, seq, documents), dist.get_world_size()
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
         axes: dict[str, Any] = {axis: size}
-        sharded = fcp.transform(model, mesh=mesh, logits=False, **axes)
+        sharded = fcp.transform(model, mesh=mesh, logits=False, **axes, **how)
         shards = sharded.shard(params)
         del params
         grad = fcp.value_and_grad(lambda s, b: sharded.on_shards(s, b).loss)
 
         def step() -> tuple[Tensor, Any]:
-            loss, grads = grad(shards, {"input_ids": ids, "labels": ids})
+            loss, grads = grad(shards, batch)
             return loss / size, grads
 
         return step, lambda grads: pytree.leaves(sharded.unshard(grads))
@@ -86,9 +110,9 @@ def deepspeed() -> Make:
     import deepspeed.comm
     from deepspeed.sequence.layer import DistributedAttention
 
-    def attend() -> Attend:
+    def attend(local: Local) -> Attend:
         deepspeed.comm.init_distributed("gloo", verbose=False)
-        attention = DistributedAttention(_causal, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        attention = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
         return lambda q, k, v: attention(q, k, v, 0)
 
     return _ulysses(attend)
@@ -98,41 +122,49 @@ def yunchang() -> Make:
     from yunchang import UlyssesAttention
     from yunchang.kernels import AttnType
 
-    def attend() -> Attend:
+    def attend(local: Local) -> Attend:
         attention = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_MATH)
-        attention.attn_fn = lambda q, k, v, **_: _causal(q, k, v)  # its own kernels are CUDA's
+        attention.attn_fn = lambda q, k, v, **_: local(q, k, v)  # its own kernels are CUDA's
         return lambda q, k, v: attention(q, k, v, causal=True)
 
     return _ulysses(attend)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The kernel that transformers' sdpa runs, on [batch, seq, heads, dim]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+def _local(dense: Tensor | None) -> Local:
+    """The kernel that transformers' sdpa runs, on [batch, seq, heads, dim]: plain causal, or with a dense mask."""
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        found = scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    return local
 
 
-def _ulysses(attend: Callable[[], Attend]) -> Make:
-    def make(folder: str, rows: int, seq: int) -> Any:
-        attention = attend()
+def _ulysses(attend: Callable[[Local], Attend]) -> Make:
+    def make(folder: str, rows: int, seq: int, documents: int) -> Any:
+        batch = _batch(rows, seq, documents)
+        window = AutoConfig.from_pretrained(folder).to_dict().get("sliding_window")
+        masked = documents > 1 or window is not None
+        attention = attend(_local(_dense(batch["position_ids"], window) if masked else None))
 
         def forward(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
             return attention(*(x.transpose(1, 2) for x in (q, k, v))).contiguous(), None
 
         AttentionInterface.register("ulysses", forward)
-        model, ids = _llama(folder, attn_implementation="ulysses"), _tokens(rows, seq)
-        targets = torch.cat([ids[:, 1:], ids.new_full((rows, 1), -100)], 1)
+        model, labels = _llama(folder, attn_implementation="ulysses"), batch["labels"]
+        targets = torch.cat([labels[:, 1:], labels.new_full((rows, 1), -100)], 1)
         rank, size = dist.get_rank(), dist.get_world_size()
 
         def mine(x: Tensor) -> Tensor:
             return x.chunk(size, 1)[rank].contiguous()
 
         local = {
-            "input_ids": mine(ids),
-            "position_ids": mine(torch.arange(seq)[None]),
-            "labels": mine(ids),
+            "input_ids": mine(batch["input_ids"]),
+            "position_ids": mine(batch["position_ids"]),
+            "labels": mine(labels),
             "shift_labels": mine(targets),
-            "num_items_in_batch": rows * (seq - 1),
+            "num_items_in_batch": int((targets != -100).sum()),
         }
 
         def step() -> tuple[Tensor, list[Tensor]]:
@@ -150,7 +182,7 @@ def _ulysses(attend: Callable[[], Attend]) -> Make:
 def transformers_tp() -> Make:
     from transformers.distributed import DistributedConfig
 
-    def make(folder: str, rows: int, seq: int) -> Any:
+    def make(folder: str, rows: int, seq: int, documents: int) -> Any:
         size = dist.get_world_size()
         model = _llama(folder, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto"))
         ids = _tokens(rows, seq)
@@ -167,7 +199,7 @@ def transformers_tp() -> Make:
 def transformers_fsdp() -> Make:
     from transformers.distributed import DistributedConfig
 
-    def make(folder: str, rows: int, seq: int) -> Any:
+    def make(folder: str, rows: int, seq: int, documents: int) -> Any:
         rank, size = dist.get_rank(), dist.get_world_size()
         model = _llama(folder, distributed_config=DistributedConfig(fsdp_size=size))
         ids = _tokens(rows, seq).chunk(size)[rank]
@@ -188,6 +220,8 @@ def _full(gradients: list[Any]) -> list[Tensor]:
 NAMES: dict[str, tuple[str, Callable[[], Make]]] = {
     "unsharded": ("transformers", unsharded),
     "fcp cp 2": ("fcp", lambda: with_fcp("cp")),
+    "fcp cp 2, ring": ("fcp", lambda: with_fcp("cp", cp_impl="ring", layout="zigzag")),
+    "fcp cp 2, gather": ("fcp", lambda: with_fcp("cp", cp_impl="gather", layout="zigzag")),
     "fcp tp 2": ("fcp", lambda: with_fcp("tp")),
     "fcp fsdp 2": ("fcp", lambda: with_fcp("fsdp")),
     "DeepSpeed Ulysses": ("deepspeed", deepspeed),
