@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("testing",),
     ("_cli_inputs", "_cli_models"),
+    ("_cli_export",),
     ("cli",),
     ("__main__",),
 )
