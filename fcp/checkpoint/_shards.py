@@ -9,8 +9,8 @@ Where every block lies and which process writes it is arithmetic, so there is no
 `write_data` and `read_data` are called with the blocks at hand, in any thread, and nothing waits for another process.
 What is written is torch's format, and `dcp.load` with a `HuggingFaceStorageReader` reads it.
 
-The storage puts a file together in memory before it writes it, and maps one that it reads. So a process's blocks go into
-many files, and long ones are cut: what it holds beside its shards is a 64th part of them. A file has one block of a
+The storage puts a file together in memory before it writes it, and maps one that it reads. So a process's blocks go
+into many files, and long ones are cut: what it holds beside its shards is some 64th of them. A file has one block of a
 leaf (its chunks have the leaf's name). Checksums are computed while the bytes are written, and all files are forced to
 the disk together, which has been busy with them meanwhile.
 
