@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 -m fcp check models.llama:tiny --cp 2 --tp 2 --distributed
     fcp mask --documents 3,5 --window 3 --cp 2
     fcp models
+    fcp export runs/a OUT --checkpoint FOLDER
 
 `check` computes loss, logits and every gradient of a model function once alone and once for each mesh, and prints the
 errors. The model is named by an import string, resolved from the working folder first; fcp ships no models. Fresh
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fcp import pytree, tables
+from fcp._cli_export import add_export
 from fcp._cli_inputs import (
     batch_of,
     load_checkpoint,
@@ -126,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk", type=_count, metavar="N", help="chunked attention, length of a chunk")
     add("--pad", type=_padding, metavar="left:N", help="add N padding tokens on the left or right")
     add("--cp", type=_count, default=1, metavar="N", help="mark the shard edges of N ranks")
+    add_export(commands)
     add_models(commands)
     return parser
 

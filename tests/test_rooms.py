@@ -29,11 +29,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_optimizer",),
     ("_train_step",),
     ("_validate",),
-    ("_transform",),
+    ("checkpoint", "_transform"),
     ("_compare",),
     ("__init__",),
     ("testing",),
     ("_cli_inputs", "_cli_models"),
+    ("_cli_export",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,205 @@
+"""Tensors in a checkpoint's folder: each process writes and reads its own blocks, by torch's safetensors storage.
+
+Problem. A checkpoint is written on one mesh and read on another. No process can hold a leaf whole, and what a process
+holds of it is not always one rectangle: of a fused matrix it has a slice of each part, and padding lies at the end.
+
+Idea. torch.distributed.checkpoint knows a tensor as rectangular chunks with offsets, and reads any rectangle from
+whichever chunks meet it. So what a process has is said in those words, a `Block` at a time, computed by `_layout.py`.
+Where every block lies and which process writes it is arithmetic, so there is no plan to exchange: the storage's own
+`write_data` and `read_data` are called with the blocks at hand, in any thread, and nothing waits for another process.
+What is written is torch's format, and `dcp.load` with a `HuggingFaceStorageReader` reads it.
+
+The storage puts a file together in memory before it writes it, and maps one that it reads. So a process's blocks go
+into many files, and long ones are cut: what it holds beside its shards is some 64th of them. A file has one block of a
+leaf (its chunks have the leaf's name). Checksums are computed while the bytes are written, and all files are forced to
+the disk together, which has been busy with them meanwhile.
+
+Left out: scalars, which are in state.json; and every other storage of torch's, whose metadata is a pickle.
+"""
+
+import hashlib
+import io
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fcp.checkpoint._state import Block
+
+__all__ = ["Stored", "read_blocks", "stored", "write_blocks"]
+
+FILES, FILE_BYTES = 64, 16 * 2**20
+"""How many files a process writes, about, and the least that makes another one worth it."""
+
+Facts = dict[str, dict[str, Any]]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_blocks(folder: Path, number: int, count: int, blocks: Sequence[Block]) -> Facts:
+    """Writes process `number`'s blocks (of `count` processes) into `folder`; each file's bytes and sha256, by name."""
+    digests = _Digests()
+    for index, chosen in enumerate(_files(blocks)):
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer.fs, writer.sync_files = digests, False
+        writer.set_up_storage_writer(is_coordinator=number == 0)
+        plan = SavePlan([_item(block) for block in chosen], storage_data={"shard_index": index * count + number + 1})
+        writer.write_data(plan, cast(Any, _From({block.name: block for block in chosen}))).wait()
+    for name in digests.found:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    return digests.found
+
+
+def _files(blocks: Sequence[Block]) -> list[list[Block]]:
+    """The blocks of each file: no more than it should hold, and no leaf twice."""
+    most = max(sum(_bytes(block) for block in blocks) // FILES, FILE_BYTES)
+    files: list[list[Block]] = []
+    size = 0
+    for block in (piece for whole in blocks for piece in _cut(whole, most)):
+        if not files or size + _bytes(block) > most or any(block.name == each.name for each in files[-1]):
+            files.append([])
+            size = 0
+        files[-1].append(block)
+        size += _bytes(block)
+    return files
+
+
+def _bytes(block: Block) -> int:
+    return block.values.numel() * block.values.element_size()
+
+
+def _cut(block: Block, most: int) -> Iterator[Block]:
+    """The block in runs of rows (of its first dim) that a file holds."""
+    rows = max(most * block.values.shape[0] // max(_bytes(block), 1), 1)
+    for first in range(0, block.values.shape[0], rows):
+        offsets = (block.offsets[0] + first, *block.offsets[1:])
+        yield replace(block, offsets=offsets, values=block.values[first : first + rows])
+
+
+def _item(block: Block) -> WriteItem:
+    offsets = torch.Size(block.offsets)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets, block.values.shape),
+        properties=TensorProperties(dtype=block.values.dtype),
+        size=torch.Size(block.shape),
+    )
+    return WriteItem(MetadataIndex(block.name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _From:
+    """What of a SavePlanner the storage asks for when it writes."""
+
+    def __init__(self, blocks: Mapping[str, Block]) -> None:
+        self._blocks = blocks
+
+    def resolve_data(self, item: WriteItem) -> Tensor:
+        return self._blocks[item.index.fqn].values.detach().contiguous()
+
+
+class _Digests(FileSystem):
+    """torch's file system, which remembers of each file that it writes how long it is and its checksum."""
+
+    def __init__(self) -> None:
+        self.found: Facts = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        with _Hashed(path) as stream:
+            yield stream
+        self.found[Path(path).name] = {"bytes": stream.written, "sha256": stream.sha256.hexdigest()}
+
+
+class _Hashed(io.BufferedWriter):
+    """A file whose checksum is computed beside the writing of it."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sha256, self.written = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        hashing = threading.Thread(target=self.sha256.update, args=(data,))
+        hashing.start()
+        try:
+            written = super().write(data)
+        finally:
+            hashing.join()
+        self.written += written
+        return written
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the headers of a folder's files say, and what reads them."""
+
+    reader: HuggingFaceStorageReader
+    metadata: Metadata
+
+    def differs(self, leaves: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """What is otherwise than `leaves` (name to dtype and shape) say; nothing where the chunks tile each leaf."""
+        found = cast(Mapping[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
+        wrong = [f"{name} is in no file" for name in leaves if name not in found]
+        wrong += [f"{name} is in a file and not listed" for name in found if name not in leaves]
+        for name, about in leaves.items():
+            if name in found:
+                shape, dtype = tuple(found[name].size), str(found[name].properties.dtype).removeprefix("torch.")
+                entries = sum(math.prod(chunk.sizes) for chunk in found[name].chunks)
+                if (list(shape), dtype, entries) != (about["shape"], about["dtype"], math.prod(about["shape"])):
+                    wrong.append(f"{name} has {entries} entries of {shape} {dtype} in the files")
+        return wrong
+
+
+def stored(folder: Path) -> Stored:
+    """The headers of all safetensors files of a folder."""
+    reader = HuggingFaceStorageReader(str(folder))
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return Stored(reader, metadata)
+
+
+def read_blocks(files: Stored, blocks: Sequence[Block]) -> None:
+    """Reads each block's entries into its values, from whichever chunks have them."""
+    items: list[ReadItem] = []
+    for block in blocks:
+        there = cast(TensorStorageMetadata, files.metadata.state_dict_metadata[block.name])
+        here = ChunkStorageMetadata(torch.Size(block.offsets), block.values.shape)
+        items += create_read_items_for_chunk_list(block.name, there, [here])
+    into = _Into({(block.name, block.offsets): block.values for block in blocks})
+    files.reader.read_data(LoadPlan(items), cast(Any, into)).wait()
+
+
+class _Into:
+    """What of a LoadPlanner the storage asks for when it reads."""
+
+    def __init__(self, values: Mapping[tuple[str, tuple[int, ...]], Tensor]) -> None:
+        self._values = values
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        values = self._values[item.dest_index.fqn, tuple(item.dest_index.offset or ())]
+        ends = zip(item.dest_offsets, item.lengths, strict=True)
+        return values[tuple(slice(start, start + length) for start, length in ends)]
+
+    def commit_tensor(self, item: ReadItem, values: Tensor) -> None:
+        """Nothing: the values are in their place."""
