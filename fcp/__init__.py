@@ -11,7 +11,7 @@
 This file is the only door: what is not listed in `__all__` is private.
 """
 
-from fcp import data, huggingface, kernels, masks
+from fcp import checkpoint, data, huggingface, kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
 from fcp._distribute import distribute
@@ -87,6 +87,7 @@ __all__ = [
     "attention",
     "axis_index",
     "axis_size",
+    "checkpoint",
     "compare",
     "data",
     "distribute",

@@ -2,6 +2,7 @@
 
     fcp eval models.llama --checkpoint FOLDER --text FILE
     fcp eval models.llama --checkpoint FOLDER --text FILE --mesh cp=3,tp=3
+    fcp eval models.llama --checkpoint FOLDER --text FILE --trained run/checkpoints
 
 Perplexity is exp of the mean loss of a token: the losses of all tokens of the text are summed, and divided once by
 their number. (A mean of the means of batches would depend on how the text was cut into batches.) Rows overlap by one
@@ -19,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from fcp import data, tables
+from fcp import checkpoint, data, tables
 from fcp._cli_args import DTYPES, SIZES, add_axes, count, mesh
 from fcp._cli_inputs import read_model
 from fcp._cli_ranks import add_ranks, ranks
@@ -38,6 +39,11 @@ def add_eval(commands: Any) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="module:attribute, or the module that reads the checkpoint with its load()")
     add("--checkpoint", metavar="PATH", help="a folder or .gguf file; without one, parameters are fresh")
+    add(
+        "--trained",
+        metavar="PATH",
+        help="parameters of a checkpoint of fcp train, or the newest of a folder",
+    )
     add("--text", required=True, metavar="PATH", help="a text file, or a folder of Hugging Face's datasets")
     add("--documents", choices=("sections", "whole"), default="sections", help="of a text file (sections)")
     add("--column", default="text", metavar="NAME", help="of a data set, the one with the documents (text)")
@@ -96,8 +102,9 @@ def _eval(args: argparse.Namespace) -> int:
         data.check_vocabulary(documents, model, args.text)
         sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, sizes))
         packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
+        shards = checkpoint.load_params(args.trained, sharded) if args.trained else sharded.shard(make_params())
         started = time.perf_counter()
-        total, number = token_loss(sharded, sharded.shard(make_params()), packed, rows)
+        total, number = token_loss(sharded, shards, packed, rows)
         seconds = time.perf_counter() - started
     if number == 0:
         raise ValueError(f"{args.text}: no token of it has one before it to be predicted from")

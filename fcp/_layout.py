@@ -20,7 +20,7 @@ from torch import Tensor
 from fcp.axes import names_of
 from fcp.sharded import Placement
 
-__all__ = ["Part", "part_of", "put", "real", "take"]
+__all__ = ["Part", "blocks", "part_of", "put", "real", "take"]
 
 Ranges = list[tuple[int, int]]
 
@@ -85,12 +85,12 @@ def take(source: Any, part: Part) -> Tensor:
     """The part of `source`, anything that slices give tensors of, in memory of its own."""
     if not part.shape:
         return source[()].clone()
-    blocks = [(here, source[there]) for here, there in _blocks(part)]
-    if len(blocks) == 1 and tuple(blocks[0][1].shape) == part.shape:
-        return blocks[0][1].clone(memory_format=torch.contiguous_format)
-    like = blocks[0][1] if blocks else source[(slice(0, 1),) * len(part.shape)]
+    found = [(here, source[there]) for here, there in blocks(part)]
+    if len(found) == 1 and tuple(found[0][1].shape) == part.shape:
+        return found[0][1].clone(memory_format=torch.contiguous_format)
+    like = found[0][1] if found else source[(slice(0, 1),) * len(part.shape)]
     local = like.new_zeros(part.shape)
-    for here, block in blocks:
+    for here, block in found:
         local[here] = block
     return local
 
@@ -99,16 +99,16 @@ def put(whole: Tensor, part: Part, local: Tensor) -> None:
     """Writes a rank's part into its place in the whole leaf; the inverse of `take`, without the padding."""
     if not part.shape:
         whole.copy_(local)
-    for here, there in _blocks(part):
+    for here, there in blocks(part):
         whole[there] = local[here]
 
 
 def real(local: Tensor, part: Part) -> list[Tensor]:
     """The blocks of a rank's part that are entries of the whole leaf, without the padding."""
-    return [local[here] for here, _ in _blocks(part)] if part.shape else [local]
+    return [local[here] for here, _ in blocks(part)] if part.shape else [local]
 
 
-def _blocks(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def blocks(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """(where in the part, where in the whole leaf) of each block that lies in one piece in both."""
     by_dim = []
     for ranges in part.ranges:

@@ -12,6 +12,7 @@ parameters, so that the same training step runs there.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,40 @@ from fcp._process import group_of
 from fcp._watch import collective
 from fcp.sharded import Placement, Shapes, cut_along, piece_of
 
-__all__ = ["cut", "from_dtensors", "join", "lay", "norm", "power_of", "to_dtensors", "together"]
+__all__ = ["Held", "cut", "from_dtensors", "held", "join", "lay", "norm", "power_of", "to_dtensors", "together"]
 
 Placements = Mapping[str, Placement]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a leaf.
+
+    Attributes:
+        shape: of the whole leaf.
+        part: where this rank's part lies in it.
+        copies: how many ranks hold this very part.
+        copy: the index of this rank among them.
+    """
+
+    shape: tuple[int, ...]
+    part: Part
+    copies: int = 1
+    copy: int = 0
+
+
+def held(placements: Placements, shapes: Shapes, mesh: Any) -> dict[str, Held]:
+    """What this rank holds of every leaf."""
+    sizes, ranks = _sizes(mesh), _ranks(mesh)
+    found = {}
+    for path, shape in shapes.items():
+        over = {*placements[path].stored, *cut_along(placements[path])}
+        copies, copy = 1, 0
+        for name, size in sizes.items():
+            if name not in over:
+                copies, copy = copies * size, copy * size + ranks[name]
+        found[path] = Held(shape, part_of(shape, placements[path], sizes, ranks), copies, copy)
+    return found
 
 
 def cut(params: Any, placements: Placements, mesh: Any) -> Any:

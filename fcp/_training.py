@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from fcp import data, tables
+from fcp import checkpoint, data, tables
 from fcp._cli_args import DTYPES
 from fcp._cli_inputs import read_model
 from fcp._optimizer import optimizer
@@ -129,7 +129,7 @@ def train(run: Run, *, resume: str | None = None, how_to_resume: str = "--resume
     """
     settings = run.settings
     folder = Path(settings.folder).expanduser()
-    state, place = _start(run, folder, _on_first(lambda: _found(folder, resume)))
+    state, place = _start(run, _on_first(lambda: _found(folder, resume)))
     first = done = int(state.step)
     saved = done if resume is not None else 0
     told = 0
@@ -177,36 +177,34 @@ def train(run: Run, *, resume: str | None = None, how_to_resume: str = "--resume
 
 
 def _found(folder: Path, resume: str | None) -> str | None:
-    """The checkpoint to go on from."""
-    from fcp import checkpoint
-
+    """The checkpoint to go on from, or the folder whose newest whole one it is; None for a run that begins."""
     kept = folder / CHECKPOINTS
+    there = sorted(path for path in kept.glob("step-*") if not path.suffix)
     if resume is None:
-        if (folder / NAME).exists() or kept.exists():
+        if (folder / NAME).exists() or there:
             raise ValueError(f"{folder}: a run is in this folder; add --resume auto to go on with it, or name another")
         return None
     if (folder / NAME).exists():
         read_log(folder)  # it is to be gone on with
-    newest = checkpoint.newest(kept) if kept.is_dir() else None
     if resume == "auto":
-        return None if newest is None else str(newest)
+        return str(kept) if there else None
     asked = Path(resume).expanduser()
+    asked = asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked
     if not asked.exists():
         raise ValueError(f"--resume {resume}: nothing is there; give a checkpoint, a folder of them, or auto")
-    if newest is not None and kept.resolve() == asked.resolve().parent and newest.resolve() != asked.resolve():
+    later = [path.name for path in there if asked.resolve().parent == kept.resolve() and path.name > asked.name]
+    if later:
         raise ValueError(
-            f"--resume {resume}: {newest.name} in the same folder is newer, and would be in the way of the steps to "
-            f"come; give another folder (--folder) for a run that branches off"
+            f"--resume {resume}: {later[-1]} in the same folder is later, and would be in the way; "
+            f"give another folder (--folder) for a run that branches off"
         )
     return str(asked)
 
 
-def _start(run: Run, folder: Path, found: str | None) -> tuple[TrainState, data.DataState]:
+def _start(run: Run, found: str | None) -> tuple[TrainState, data.DataState]:
     state = run.step.init(run.fresh())
     if found is None:
         return state, run.data.init()
-    from fcp import checkpoint
-
     state, extra = checkpoint.load(found, run.sharded, state)
     try:
         place = data.DataState(**extra["data"])
@@ -221,8 +219,6 @@ def _start(run: Run, folder: Path, found: str | None) -> tuple[TrainState, data.
 
 
 def _save(run: Run, folder: Path, state: TrainState, place: data.DataState) -> None:
-    from fcp import checkpoint
-
     extra = {"data": dataclasses.asdict(place), "settings": dataclasses.asdict(run.settings)}
     checkpoint.save(folder / CHECKPOINTS, run.sharded, state, extra=extra, keep=run.settings.keep)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fcp import _shards, pytree
 from fcp._agree import agree
 from fcp._distribute import distribute
+from fcp._layout import part_of
 from fcp._prepare import prepare
 from fcp._simulate import simulate
 from fcp.axes import Axis, bind
@@ -149,6 +150,21 @@ class Transformed:
         if not self._split:
             return []
         return [path for path, p in self._placements.items() if p.stored or p.slices]
+
+    def held(self, shapes: Shapes | None = None) -> Mapping[str, _shards.Held]:
+        """What this rank holds of every parameter, by path: the whole of it where one process holds every rank's part.
+
+        Args:
+            shapes: of the parameters, where one process holds them whole. None, and on several processes: those of the
+                model's `init`.
+
+        Raises:
+            ValueError: the model is a plain function, which knows no shapes, and they are needed.
+        """
+        if self._split:
+            return _shards.held(self._placements, self._shapes, self.mesh)
+        shapes = self._shapes if shapes is None else shapes
+        return {path: _shards.Held(shape, part_of(shape, Placement(), {}, {})) for path, shape in shapes.items()}
 
     def _on_mesh(self, user: str) -> tuple[Mapping[str, Placement], Shapes, Any]:
         if not self._split:

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_transformed",),
     ("_optimizer", "data"),
     ("_train_step",),
-    ("_transform",),
+    ("checkpoint", "_transform"),
     ("_compare",),
     ("__init__",),
     ("testing",),
