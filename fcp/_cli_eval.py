@@ -2,7 +2,7 @@
 
     fcp eval models.llama --checkpoint FOLDER --text FILE
     fcp eval models.llama --checkpoint FOLDER --text FILE --mesh cp=3,tp=3
-    fcp eval models.llama --checkpoint FOLDER --text FILE --trained run/checkpoints
+    fcp eval models.llama --checkpoint FOLDER --text FILE --trained run
 
 Perplexity is exp of the mean loss of a token: the losses of all tokens of the text are summed, and divided once by
 their number. (A mean of the means of batches would depend on how the text was cut into batches.) Rows overlap by one
@@ -25,6 +25,7 @@ from fcp._cli_args import DTYPES, SIZES, add_axes, count, mesh
 from fcp._cli_inputs import read_model
 from fcp._cli_ranks import add_ranks, ranks
 from fcp._prepare import prepare
+from fcp._training import checkpoint_at
 from fcp._transform import transform
 from fcp._transformed import Transformed
 from fcp.typing import Params
@@ -42,7 +43,7 @@ def add_eval(commands: Any) -> None:
     add(
         "--trained",
         metavar="PATH",
-        help="parameters of a checkpoint of fcp train, or the newest of a folder",
+        help="a checkpoint, or the folder of a run of fcp train: its parameters",
     )
     add("--text", required=True, metavar="PATH", help="a text file, or a folder of Hugging Face's datasets")
     add("--documents", choices=("sections", "whole"), default="sections", help="of a text file (sections)")
@@ -102,7 +103,8 @@ def _eval(args: argparse.Namespace) -> int:
         data.check_vocabulary(documents, model, args.text)
         sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, sizes))
         packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
-        shards = checkpoint.load_params(args.trained, sharded) if args.trained else sharded.shard(make_params())
+        trained = None if args.trained is None else checkpoint_at(args.trained)
+        shards = sharded.shard(make_params()) if trained is None else checkpoint.load_params(trained, sharded)
         started = time.perf_counter()
         total, number = token_loss(sharded, shards, packed, rows)
         seconds = time.perf_counter() - started

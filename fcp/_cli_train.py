@@ -10,6 +10,7 @@ job that is started again and again goes on where it stopped, on whatever mesh i
 """
 
 import argparse
+import os
 import shlex
 from typing import Any
 
@@ -50,7 +51,8 @@ def _train(args: argparse.Namespace) -> int:
 
 def _again(args: argparse.Namespace, flags: dict[str, Any], axes: dict[str, Any]) -> str:
     """The command that goes on with this run."""
-    words = ["fcp", "train", *([args.config] if args.config else [])]
+    launcher = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "N"), "-m"]
+    words = [*(launcher if args.distributed else []), "fcp", "train", *([args.config] if args.config else [])]
     for key, word in {**flags, **axes}.items():
         flag = key.replace("_", "-")
         if isinstance(word, bool):

@@ -41,7 +41,7 @@ from fcp._transformed import Transformed
 from fcp._watch import collective
 from fcp.typing import Params
 
-__all__ = ["Run", "prepare_run", "train"]
+__all__ = ["Run", "checkpoint_at", "prepare_run", "train"]
 
 CHECKPOINTS = "checkpoints"
 
@@ -188,10 +188,7 @@ def _found(folder: Path, resume: str | None) -> str | None:
         read_log(folder)  # it is to be gone on with
     if resume == "auto":
         return str(kept) if there else None
-    asked = Path(resume).expanduser()
-    asked = asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked
-    if not asked.exists():
-        raise ValueError(f"--resume {resume}: nothing is there; give a checkpoint, a folder of them, or auto")
+    asked = checkpoint_at(resume)
     later = [path.name for path in there if asked.resolve().parent == kept.resolve() and path.name > asked.name]
     if later:
         raise ValueError(
@@ -199,6 +196,19 @@ def _found(folder: Path, resume: str | None) -> str | None:
             f"give another folder (--folder) for a run that branches off"
         )
     return str(asked)
+
+
+def checkpoint_at(path: str) -> Path:
+    """The checkpoint, or the folder of several, that a path means: itself, or what is in the folder of a run.
+
+    Raises:
+        ValueError: nothing is there.
+    """
+    asked = Path(path).expanduser()
+    asked = asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked
+    if not asked.exists():
+        raise ValueError(f"{path}: nothing is there; give a checkpoint, or the folder of a run")
+    return asked
 
 
 def _start(run: Run, found: str | None) -> tuple[TrainState, data.DataState]:
