@@ -16,6 +16,7 @@ said in one way: all offending keys at once, and for an unknown one the nearest 
 Paths and the target are looked for from the working folder, as those of a flag are, not from the file's.
 """
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -207,7 +208,10 @@ def settings(path: str | None, flags: Mapping[str, str | bool | None], axes: Map
     if missing:
         where = "the command line" if path is None else path
         raise ValueError(f"{where}: {' and '.join(missing)} must be given, as {missing[0]} = ... or --{missing[0]} ...")
-    floats = {key: float(given[key]) for key in ("lr", "clip") if key in given}
+    floats: dict[str, Any] = {key: float(given[key]) for key in ("lr", "clip") if key in given}
+    decay = given.get("weight_decay")
+    if decay is not None:
+        floats["weight_decay"] = {k: float(x) for k, x in decay.items()} if isinstance(decay, dict) else float(decay)
     found = Settings(**{**given, **floats})
     _together(found)
     return found
@@ -252,7 +256,10 @@ def _value(key: str, word: str | bool) -> Any:
     if isinstance(word, bool) or kind in (str, str | None):
         return word
     if key == "mesh" and not word.lstrip().startswith("{"):
-        return mesh(word)
+        try:
+            return mesh(word)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--mesh: {error}") from None
     try:
         return tomllib.loads(f"value = {word}")["value"]
     except tomllib.TOMLDecodeError:
