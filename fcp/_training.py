@@ -5,7 +5,8 @@ are in each checkpoint. So a run that was resumed is the run that was not interr
 
 A run is told to stop by SIGTERM (a scheduler's) or SIGINT (Ctrl-C). Neither may end a step half way, nor one rank of
 several: the signal is noted, and after each step the ranks ask each other whether any was told. If so, all save and
-end, with status 0 and a line that says how to go on. A second Ctrl-C in one process ends it at once.
+end, with status 0 and a line that says how to go on. A second Ctrl-C in one process ends it at once. (torchrun gives
+its processes 30 seconds for that, and then kills them: no checkpoint is lost, and the steps since the last one are.)
 
 In the folder of a run lie `log.jsonl` (a JSON object a step), `checkpoints/`, and TensorBoard's files where asked for.
 Rank 0 alone decides what is there, and the others hear of it: a folder that two machines see in different states would

@@ -211,7 +211,7 @@ def test_processes_train_stop_and_go_on_elsewhere(here: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(here))), "OMP_NUM_THREADS": "1"}
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fcp")
     same = ("train", "run.toml", "--schedule", "constant")
-    words = (*same, "--steps", "9999", "--fsdp", "2", "--distributed")
+    words = (*same, "--steps", "9999", "--fsdp", "2", "--accumulate", "2", "--distributed")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: Any = subprocess.Popen([*launcher, *words], env=env, cwd=here, **pipes)
     log = here / "run" / "log.jsonl"

@@ -12,6 +12,7 @@ import torch
 
 import fcp
 from fcp import _cli_inputs, data
+from fcp.data import _rows
 
 DOCUMENTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20, 21, 22, 23]]
 TOKENS = sum(map(len, DOCUMENTS))
@@ -87,10 +88,10 @@ def test_the_order_depends_on_seed_and_step_alone() -> None:
 def test_an_order_of_the_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: each rank shuffles by itself, so that one row comes twice and another never."""
     expected = taken(packed(batch=4), 3)
-    plain = data._order
+    plain = _rows._order
     parts = []
     for index in range(2):
-        monkeypatch.setattr(data, "_order", lambda seed, turn, rows, index=index: plain(seed + index, turn, rows))
+        monkeypatch.setattr(_rows, "_order", lambda seed, turn, rows, index=index: plain(seed + index, turn, rows))
         parts.append(taken(packed(batch=4, part=(index, 2)), 3))
     assert [row for step in range(3) for part in parts for row in part[2 * step : 2 * step + 2]] != expected
 
