@@ -90,6 +90,13 @@ def kill(session: nox.Session) -> None:
 
 
 @nox.session
+def curves(session: nox.Session) -> None:
+    """Loss curves through `fcp train`: a small model for 100 steps on 7 meshes, SmolLM2's real weights for 20 on 5."""
+    run(session, "tests/curves.py", "small", threads=1)
+    run(session, "tests/curves.py", "smollm2", *session.posargs, threads=1)
+
+
+@nox.session
 def sweep_hf(session: nox.Session) -> None:
     """Every causal language model type of transformers under cp, tp, fsdp, into SUPPORT.md; SmolLM2's real weights."""
     report = str(Path(session.create_tmp()).resolve() / "report.xml")

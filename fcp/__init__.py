@@ -11,7 +11,7 @@
 This file is the only door: what is not listed in `__all__` is private.
 """
 
-from fcp import checkpoint, huggingface, kernels, masks
+from fcp import checkpoint, data, huggingface, kernels, masks
 from fcp._attention import attention
 from fcp._compare import Report, compare, relative_error
 from fcp._context_parallel import register_cp
@@ -92,6 +92,7 @@ __all__ = [
     "axis_size",
     "checkpoint",
     "compare",
+    "data",
     "distribute",
     "experts",
     "gather",

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fcp import huggingface, pytree
+from fcp import pytree
 from fcp.model import Model
 from fcp.typing import Params
 
@@ -28,12 +28,10 @@ __all__ = [
     "import_module",
     "load_checkpoint",
     "load_target",
-    "paragraphs",
     "random_documents",
-    "read_text",
+    "read_model",
     "row_lengths",
     "shake",
-    "text_documents",
     "with_window",
 ]
 
@@ -70,8 +68,30 @@ def load_target(target: str) -> tuple[Any, Model]:
     return module, made
 
 
-def load_checkpoint(target: str, path: str, dtype: torch.dtype) -> tuple[Any, Model, Params]:
-    """The module `target`, and the model and parameters that its own `load` reads from `path`."""
+def read_model(
+    target: str, checkpoint: str | None, dtype: torch.dtype, seed: int, *, lazy: bool
+) -> tuple[Model, Callable[[], Params]]:
+    """The model, and what gives its parameters: a checkpoint's, or fresh ones of `seed`.
+
+    Args:
+        target: module:attribute, or with a checkpoint the module that loads it.
+        checkpoint: a folder or a GGUF file.
+        dtype: of the parameters.
+        seed: of fresh ones.
+        lazy: leave a folder's parameters in their files where the module can, for `shard` to read a rank's slices.
+    """
+    if checkpoint is None:
+        _, model = load_target(target)
+        return model, lambda: model.init(seed=seed, dtype=dtype)
+    _, model, params = load_checkpoint(target, checkpoint, dtype, lazy=lazy)
+    return model, lambda: params
+
+
+def load_checkpoint(target: str, path: str, dtype: torch.dtype, *, lazy: bool = False) -> tuple[Any, Model, Params]:
+    """The module `target`, and the model and parameters that its own `load` reads from `path`.
+
+    `lazy` leaves the parameters in their files, where that is a folder and the module can.
+    """
     name, colon, _ = target.partition(":")
     if colon:
         raise ValueError(
@@ -81,7 +101,9 @@ def load_checkpoint(target: str, path: str, dtype: torch.dtype) -> tuple[Any, Mo
     load = getattr(module, "load", None)
     if not callable(load):
         raise ValueError(f"{name}: this module has no load(path, dtype=), so it cannot read {path}")
-    model, params = _called(f"{name}.load({path!r})", load, path, dtype=dtype)
+    stays = lazy and Path(path).expanduser().is_dir() and "lazy" in inspect.signature(load).parameters
+    more = {"lazy": True} if stays else {}
+    model, params = _called(f"{name}.load({path!r})", load, path, dtype=dtype, **more)
     return module, model, params
 
 
@@ -212,27 +234,3 @@ def random_documents(total: int, vocab: int, longest: int, seed: int) -> list[li
         documents.append(tokens[:length])
         tokens = tokens[length:]
     return documents
-
-
-def read_text(path: str) -> str:
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ValueError(f"--text {path}: not readable as text ({why})") from None
-    if not text.strip():
-        raise ValueError(f"--text {path}: empty text; give a file with some, or leave --text out for random tokens")
-    return text
-
-
-def paragraphs(text: str) -> list[str]:
-    """What blank lines separate."""
-    return [piece.strip() for piece in re.split(r"\n\s*\n", text) if piece.strip()]
-
-
-def text_documents(pieces: Sequence[str], checkpoint: str | None) -> list[list[int]]:
-    """Each piece's tokens: by the checkpoint's tokenizer, or its bytes."""
-    if checkpoint is None:
-        return [list(piece.encode()) for piece in pieces]
-    tokenizer = huggingface.tokenizer(checkpoint)
-    return [ids for piece in pieces if (ids := list(tokenizer(piece)["input_ids"]))]

@@ -3,7 +3,8 @@
     report_view     a comparison: loss, logits and the worst gradient leaves, and one line of judgement
     mask_picture    a mask, one cell a (query, key) pair, with the shard edges of context parallelism
     grid            rows of words
-    steps           what a long run is doing: a bar on a terminal, plain lines elsewhere
+    steps           what a long piece of work is doing: a bar on a terminal, plain lines elsewhere
+    training        the same of a training run
     render          any of these as plain text
 
 Everything says what it says without colour too, since it is often piped into a file: a difference is written out, and
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from itertools import pairwise
@@ -22,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group
 from rich.jupyter import JupyterMixin
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -43,7 +52,11 @@ __all__ = [
     "report_view",
     "show",
     "steps",
+    "training",
 ]
+
+EVERY = 5.0
+"""Seconds between two lines about a training run where there is no terminal."""
 
 
 def render(renderable: Any, width: int = 100) -> str:
@@ -106,6 +119,46 @@ def steps(total: int) -> Iterator[Callable[[str], Any]]:
             yield
 
     yield step
+
+
+@contextmanager
+def training(total: int, done: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Gives a function that is called with the record of each step: `step`, `loss`, `norm`, `tokens_per_second`,
+    `memory_mb`, and `skipped`. `done` of the `total` steps were done before.
+
+    Shown on standard error: a bar with the time that is left on a terminal, elsewhere a line at the first step, the
+    last, and every few seconds.
+    """
+    stream = sys.stderr
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        first, spoke = done + 1, 0.0
+
+        def say(record: Mapping[str, Any]) -> None:
+            nonlocal spoke
+            now = time.monotonic()
+            if record["step"] in (first, total) or now - spoke >= EVERY:
+                print(f"fcp: [{record['step']}/{total}] {_figures(record)}", file=stream, flush=True)
+                spoke = now
+
+        yield say
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as progress:
+        task = progress.add_task("", total=total, completed=done)
+
+        def draw(record: Mapping[str, Any]) -> None:
+            progress.update(task, completed=record["step"], description=_figures(record))
+
+        yield draw
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    skipped = "; not finite, skipped" if record["skipped"] else ""
+    return (
+        f"loss {record['loss']:.4f}, norm {record['norm']:.3g}, {record['tokens_per_second']:,.0f} tokens/s, "
+        f"{record['memory_mb']:,.0f} MB{skipped}"
+    )
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

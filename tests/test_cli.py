@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fcp
-from fcp import _cli_inputs, cli, huggingface, pytree
+from fcp import _cli_check, _cli_inputs, data, huggingface, pytree
 from fcp.cli import main
 from models import llama
 
@@ -180,13 +180,13 @@ def test_packed_rows_have_several_documents(pad, here, capsys):
 def test_one_reference_for_all_meshes(here, capsys, monkeypatch):
     """The reference run again for each mesh, which doubles the time of a long check."""
     calls = []
-    plain = cli.value_and_grad
+    plain = _cli_check.value_and_grad
 
     def counted(fn):
         calls.append(fn)
         return plain(fn)
 
-    monkeypatch.setattr(cli, "value_and_grad", counted)
+    monkeypatch.setattr(_cli_check, "value_and_grad", counted)
     status, found = checked(
         capsys, "models.llama:tiny", "--mesh", "cp=2,tp=2", "--mesh", "fsdp=2", "--mesh", "cp=3", *SMALL
     )
@@ -224,13 +224,13 @@ def test_the_batch_grows_with_dp_and_fsdp(here, capsys):
 def test_the_window_is_the_models(here, capsys, monkeypatch):
     """--window accepted and dropped."""
     seen = []
-    plain = cli.transform
+    plain = _cli_check.transform
 
     def watched(model, **options):
         seen.append(model.config)
         return plain(model, **options)
 
-    monkeypatch.setattr(cli, "transform", watched)
+    monkeypatch.setattr(_cli_check, "transform", watched)
     run(capsys, "check", "models.llama:tiny", "--window", "3", *SMALL)
     run(capsys, "check", "models.llama:tiny", *SMALL)
     assert [config.sliding_window for config in seen] == [3, None]
@@ -259,7 +259,7 @@ def test_every_leaf_is_shaken():
 def test_a_checkpoint_is_read_by_the_module(here, capsys, monkeypatch):
     """Parameters of the checkpoint shaken or made anew, or read as another dtype."""
     seen = []
-    plain = cli.value_and_grad
+    plain = _cli_check.value_and_grad
 
     def watched(fn):
         def wrapped(params, inputs):
@@ -268,7 +268,7 @@ def test_a_checkpoint_is_read_by_the_module(here, capsys, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(cli, "value_and_grad", watched)
+    monkeypatch.setattr(_cli_check, "value_and_grad", watched)
     status, found = checked(capsys, "models.llama", "--checkpoint", "checkpoint", "--cp", "2", "--window", "4", *SMALL)
     assert (status, found["dtype"], found["checkpoint"]) == (0, "float32", "checkpoint")
     for expected, actual in zip(pytree.leaves(llama.tiny().init(seed=0)), pytree.leaves(seen[0]), strict=True):
@@ -341,9 +341,9 @@ def test_random_documents_are_uneven_and_complete():
 
 def test_text_without_a_tokenizer_is_its_bytes():
     """Characters in the place of bytes: an é outside of the vocabulary."""
-    pieces = _cli_inputs.paragraphs("é\n\n \n b c\nd \n\n\n")
+    pieces = data.sections("é\n\n \n b c\nd \n\n\n")
     assert pieces == ["é", "b c\nd"]
-    assert _cli_inputs.text_documents(pieces, None) == [[195, 169], [98, 32, 99, 10, 100]]
+    assert data.tokens(pieces) == [[195, 169], [98, 32, 99, 10, 100]]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ FUNCTIONS = [
 README = Path(__file__).resolve().parent.parent / "README.md"
 MODULES = [
     "fcp",
-    *(f"fcp.{name}" for name in ("pytree", "collectives", "masks", "kernels")),
+    *(f"fcp.{name}" for name in ("pytree", "collectives", "masks", "kernels", "data._documents", "data._rows")),
     *(f"fcp.{name}" for name in ("_simulate", "_transform", "_compare", "_attention", "_launch", "checkpoint._save")),
 ]
 

@@ -140,15 +140,15 @@ def _quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def extra(name: str) -> Any:
-    """The module of that name, one of those that come with an extra; ImportError says which where it is missing."""
+def extra(name: str, *, of: str = "hf") -> Any:
+    """The module of that name, which the extra `of` brings; ImportError says so where it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = name.partition(".")[0]
         if error.name != missing:
             raise
-        raise ImportError(f"{missing} is not installed; `pip install fcp[hf]` brings it") from None
+        raise ImportError(f"{missing} is not installed; `pip install fcp[{of}]` brings it") from None
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------

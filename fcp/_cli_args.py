@@ -1,0 +1,102 @@
+"""What the commands' words have in common: how a count, a mesh or a number is read, and the parser that refuses.
+
+A parser of argparse ends the process where it refuses; this one raises ValueError, so that every command ends in the
+same way, with one line on standard error and status 2. A word that is no count, mesh or number is refused with the rule
+and an example, by the function that would have read it.
+"""
+
+import argparse
+import math
+import re
+from typing import Any
+
+import torch
+
+__all__ = [
+    "AXES",
+    "DTYPES",
+    "SIZES",
+    "Parser",
+    "add_axes",
+    "count",
+    "counts",
+    "integers",
+    "mesh",
+    "padding",
+    "seconds",
+    "tolerance",
+]
+
+AXES = ("dp", "fsdp", "cp", "tp")
+SIZES = (*AXES, "ep")
+"""What a mesh may say; ep has no ranks of its own."""
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError where argparse would end the process."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def add_axes(add: Any) -> None:
+    """Adds a flag for the size of each axis; `add` is a parser's `add_argument`."""
+    for axis, what in zip(AXES, ("rows", "rows, parameters in pieces", "the sequence", "each matrix"), strict=True):
+        add(f"--{axis}", type=count, metavar="N", help=f"ranks that split {what}")
+    add("--ep", type=count, metavar="N", help="of these ranks, how many share the experts")
+
+
+def count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers joined by commas, as 0,1,2,0,1") from None
+
+
+def counts(text: str) -> list[int]:
+    return [count(part.strip()) for part in text.split(",")]
+
+
+def tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more, as 1e-6")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = tolerance(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, more than 0")
+    return value
+
+
+def mesh(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = part.strip().partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r} must be axis=ranks joined by commas, as cp=2,tp=2")
+        if axis not in SIZES:
+            raise argparse.ArgumentTypeError(f"unknown mesh axis {axis!r}; known are {', '.join(SIZES)}")
+        if axis in sizes:
+            raise argparse.ArgumentTypeError(f"{text!r} names {axis} twice")
+        sizes[axis] = count(size)
+    return sizes
+
+
+def padding(text: str) -> tuple[str, int]:
+    side, _, number = text.partition(":")
+    if side not in ("left", "right"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be left:N or right:N")
+    return side, count(number)
