@@ -8,12 +8,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_function", "pytree", "typing", "_stored"),
+    ("_function", "pytree", "typing", "_stored", "_kept"),
     ("axes", "trace", "masks", "loss"),
     ("_watch",),
     ("_selfcheck",),
     ("_process",),
-    ("_collective", "kernels", "_plan", "_linear", "_grouped"),
+    ("_collective", "kernels", "_plan", "_linear", "_grouped", "_tiled_loss"),
     ("_planned",),
     ("collectives",),
     ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_launch", "_experts", "_dispatch", "_ep_view"),
