@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fcp import _planned  # noqa: F401 - registers the default kernel
 from fcp._function import Function
+from fcp._kept import once
 from fcp.kernels import Spec, differentiable, pick, registered
 from fcp.masks import Mask, describe
 
@@ -135,7 +136,7 @@ class _Attention(Function):
         spec: Spec,
     ) -> tuple[Tensor, Tensor]:
         mask = Mask(positions, documents, valid, consecutive)
-        out, lse = registered[spec.kernel].forward(q, k, v, mask, spec)
+        out, lse = once("attention", registered[spec.kernel].forward, q, k, v, mask, spec)
         if sinks is None:
             return out, lse
         with_sink = torch.logaddexp(lse, sinks.unsqueeze(-1))

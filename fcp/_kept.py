@@ -3,7 +3,7 @@
 Problem. Rematerialisation computes a whole layer twice, and the most expensive part of a layer on a long sequence,
 attention, gives one tensor no larger than the layer's input. Keeping that one spares the second run.
 
-Idea. Whoever makes such a result says so: `kept("attention", fn, *args)` is `fn(*args)`. Around a function that will be
+Idea. Whoever makes such a result says so: `once("attention", fn, *args)` is `fn(*args)`. Around a function that will be
 run again lies a `Tape`. The first run writes on it what was kept; the next one, in backward, reads it in the same order
 and computes nothing. It is called at the bottom, below every level of torch.func, so that what lies on a tape is plain
 numbers; gradients and rank dimensions are the caller's and never pass here.
@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Tape", "kept"]
+__all__ = ["Tape", "once"]
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ class Tape:
 _tape: ContextVar[Tape | None] = ContextVar("fcp_kept", default=None)
 
 
-def kept(kind: str, fn: Callable[..., Result], *args: Any) -> Result:
+def once(kind: str, fn: Callable[..., Result], *args: Any) -> Result:
     """fn(*args), or what it gave in the run that is now repeated. It must give the same both times."""
     tape = _tape.get()
     if tape is None or kind not in tape.kinds:

@@ -13,8 +13,8 @@ normaliser then: not there where the vocabulary is split, and wasted where nothi
 Where the vocabulary is split, each rank has the three numbers of its slice. They are reduced as in `loss.py`: one
 maximum and one sum for all tokens, not one a tile.
 
-Under simulated ranks the Function folds as `linear` does: ranks that share the table are more rows, ranks with tables of
-their own are groups, computed one after the other. The three numbers are kept where a layer is rematerialised.
+Under simulated ranks the Function folds as `linear` does: ranks that share the table are more rows, ranks with tables
+of their own are groups, computed one after the other. The three numbers are kept where a layer is rematerialised.
 
 Left out: second derivatives (refused), and forward-mode ones. The plain loss has the former.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from fcp._function import Function
-from fcp._kept import kept
+from fcp._kept import once
 from fcp.typing import IGNORED
 
 __all__ = ["TILE_ENTRIES", "in_tiles", "tiled_losses"]
@@ -178,7 +178,7 @@ class _TiledSums(Function):
     def forward(
         hidden: Tensor, table: Tensor, column: Tensor, limit: Tensor | None, spec: _Spec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return kept("loss", _sums, hidden, table, column, limit, spec)
+        return once("loss", _sums, hidden, table, column, limit, spec)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_function", "pytree", "typing", "_stored", "_kept"),
+    ("_function", "pytree", "typing", "_stored", "_kept", "_host"),
     ("axes", "trace", "masks", "loss"),
     ("_watch",),
     ("_selfcheck",),
@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "sharded", "tables"),
     ("_regather", "_layout"),
     ("transforms",),
+    ("_memory",),
     ("huggingface",),
     ("_dtensor",),
     ("_shards",),
