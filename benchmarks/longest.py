@@ -12,6 +12,7 @@ on it (attention's is linear either way), `--document 0` makes it one document.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -55,10 +56,8 @@ def fits(name: str, seq: int, args: argparse.Namespace) -> bool:
     limit = args.gib * 2**20
     command = [sys.executable, __file__, "--trial", name, str(seq), "--document", str(args.document)]
     start = time.perf_counter()
-    env = {**GIVE_BLOCKS_BACK, "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(
-        ["env", *(f"{k}={v}" for k, v in env.items()), *command], stdout=subprocess.PIPE, text=True
-    )
+    env = {**os.environ, **GIVE_BLOCKS_BACK, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     while child.poll() is None:
         try:
             held = status_kb("VmHWM", child.pid)

@@ -132,9 +132,13 @@ def _scores(hidden: Tensor, table: Tensor, spec: _Spec) -> Tensor:
     return scores if spec.softcap is None else scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
 
 
-def _padding(limit: Tensor | None, group: int, scores: Tensor) -> Tensor | None:
-    """bool [vocab]: the columns that are no token; None for none."""
-    return None if limit is None else torch.arange(scores.shape[-1], device=scores.device) >= limit[group]
+def _padding(limit: Tensor, scores: Tensor) -> Tensor:
+    """bool [vocab]: the columns that are no token."""
+    return torch.arange(scores.shape[-1], device=scores.device) >= limit
+
+
+def _at(limit: Tensor | None, group: int) -> Tensor | None:
+    return None if limit is None else limit[group]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -151,17 +155,52 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     peak, total, picked = (column.new_empty(column.shape, dtype=_wide(hidden)) for _ in range(3))
     for group, rows in _tiles(hidden, table, spec):
-        scores, here = _scores(hidden[group, rows], table[group], spec).to(_wide(hidden)), column[group, rows]
-        padding = _padding(limit, group, scores)
-        if padding is not None:
-            scores.masked_fill_(padding, -math.inf)
-        top = torch.where(here == NOWHERE, 0.0, scores.amax(-1))
-        target = scores.gather(-1, here.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        exps = scores.sub_(_finite(top).unsqueeze(-1)).exp_().sum(-1)
-        peak[group, rows] = top
-        total[group, rows] = torch.where(here == NOWHERE, 1.0, exps)
-        picked[group, rows] = torch.where(here >= 0, target, 0.0)
+        found = _sums_of_tile(hidden[group, rows], table[group], column[group, rows], _at(limit, group), spec)
+        peak[group, rows], total[group, rows], picked[group, rows] = found
     return peak, total, picked
+
+
+def _sums_of_tile(
+    hidden: Tensor, table: Tensor, column: Tensor, limit: Tensor | None, spec: _Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A function of its own, so that a tile's logits are gone before the next one's are made."""
+    scores = _scores(hidden, table, spec).to(_wide(hidden))
+    if limit is not None:
+        scores.masked_fill_(_padding(limit, scores), -math.inf)
+    peak = torch.where(column == NOWHERE, 0.0, scores.amax(-1))
+    picked = scores.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    total = scores.sub_(_finite(peak).unsqueeze(-1)).exp_().sum(-1)
+    return peak, torch.where(column == NOWHERE, 1.0, total), torch.where(column >= 0, picked, 0.0)
+
+
+def _add_gradient_of_tile(
+    d_table: Tensor,
+    g_total: Tensor,
+    g_picked: Tensor,
+    hidden: Tensor,
+    table: Tensor,
+    column: Tensor,
+    limit: Tensor | None,
+    peak: Tensor,
+    spec: _Spec,
+) -> Tensor:
+    """The gradient of `hidden`; that of the table is added to `d_table`."""
+    scores = _scores(hidden, table, spec)
+    slope = None if spec.softcap is None else 1 - (scores / spec.softcap).square_()
+    g = scores.to(_wide(hidden)).sub_(_finite(peak).unsqueeze(-1)).exp_().mul_(g_total.unsqueeze(-1))
+    g_picked = torch.where(column >= 0, g_picked, 0.0)
+    g.scatter_add_(-1, column.clamp(min=0).unsqueeze(-1), g_picked.unsqueeze(-1))
+    g.masked_fill_((column == NOWHERE).unsqueeze(-1), 0.0)
+    if limit is not None:
+        g.masked_fill_(_padding(limit, g), 0.0)
+    g = g.to(hidden.dtype)
+    if slope is not None:
+        g.mul_(slope)
+    if d_table.dtype == g.dtype:
+        d_table.addmm_(g.mT, hidden)
+    else:
+        d_table += g.mT @ hidden
+    return g @ table
 
 
 # --- the Function and its gradient ------------------------------------------------------------------------------------
@@ -223,26 +262,10 @@ class _TiledGradient(Function):
     ) -> tuple[Tensor, Tensor]:
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         d_table = table.new_zeros(table.shape, dtype=_wide(table))  # a sum over many tiles
-        g_picked = torch.where(column >= 0, g_picked, 0.0)
         for group, rows in _tiles(hidden, table, spec):
-            x, here = hidden[group, rows], column[group, rows]
-            scores = _scores(x, table[group], spec)
-            slope = None if spec.softcap is None else 1 - (scores / spec.softcap).square_()
-            g = scores.to(_wide(hidden)).sub_(_finite(peak[group, rows]).unsqueeze(-1)).exp_()
-            g.mul_(g_total[group, rows].unsqueeze(-1))
-            g.scatter_add_(-1, here.clamp(min=0).unsqueeze(-1), g_picked[group, rows].unsqueeze(-1))
-            g.masked_fill_((here == NOWHERE).unsqueeze(-1), 0.0)
-            padding = _padding(limit, group, g)
-            if padding is not None:
-                g.masked_fill_(padding, 0.0)
-            g = g.to(hidden.dtype)
-            if slope is not None:
-                g.mul_(slope)
-            d_hidden[group, rows] = g @ table[group]
-            if d_table.dtype == g.dtype:
-                d_table[group].addmm_(g.mT, x)
-            else:
-                d_table[group] += g.mT @ x
+            here = (x[group, rows] for x in (g_total, g_picked, hidden))
+            rest = (table[group], column[group, rows], _at(limit, group), peak[group, rows], spec)
+            d_hidden[group, rows] = _add_gradient_of_tile(d_table[group], *here, *rest)
         return d_hidden, d_table.to(table.dtype)
 
     @staticmethod
