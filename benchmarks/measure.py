@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["GIVE_BLOCKS_BACK", "forget_peak", "peak_mb", "print_rows", "ratios", "report_peak", "status_kb"]
+__all__ = ["GIVE_BLOCKS_BACK", "ROOT", "forget_peak", "peak_mb", "print_rows", "ratios", "report_peak", "status_kb"]
 
 GIVE_BLOCKS_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -41,7 +41,7 @@ def _seconds(fn: Callable[[], object]) -> float:
 
 def peak_mb(script: str, *args: str, runs: int = 3) -> float:
     """The median peak of `python script --peak args...`, each in a fresh process; the script calls `report_peak`."""
-    env = {**os.environ, **GIVE_BLOCKS_BACK, "PYTHONPATH": str(_ROOT)}
+    env = {**os.environ, **GIVE_BLOCKS_BACK, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, script, "--peak", *args]
     return statistics.median(
         float(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -49,7 +49,7 @@ def peak_mb(script: str, *args: str, runs: int = 3) -> float:
     )
 
 
-_ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def report_peak(step: Callable[[], object]) -> None:
@@ -66,9 +66,10 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def status_kb(key: str) -> int:
-    """A line of /proc/self/status, as VmRSS or VmHWM, in kB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+def status_kb(key: str, process: int | str = "self") -> int:
+    """A line of a process's /proc/.../status, as VmRSS or VmHWM, in kB."""
+    status = Path(f"/proc/{process}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(key + ":"))
     return int(line.split()[1])
 
 

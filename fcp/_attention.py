@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fcp import _planned  # noqa: F401 - registers the default kernel
 from fcp._function import Function
+from fcp._kept import once
 from fcp.kernels import Spec, differentiable, pick, registered, weight_of
 from fcp.masks import Mask, describe
 
@@ -216,7 +217,7 @@ class _Attention(Function):
         *described: Any,
     ) -> tuple[Tensor, Tensor]:
         *mask, consecutive, spec = described
-        out, lse = registered[spec.kernel].forward(q, k, v, Mask.of(mask, consecutive), spec)
+        out, lse = once("attention", registered[spec.kernel].forward, q, k, v, Mask.of(mask, consecutive), spec)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     @staticmethod

@@ -13,12 +13,14 @@ rank holds alike has one gradient, the sum of the ranks'; one that differs gets 
 Where each rank is differentiated by itself (inside the map, or on processes) no sum is taken here: that is the
 adjoint of the operand's `pvary`.
 
+Within a layer that is computed again (`remat.py`), what `forward` gave is kept where the policy keeps attention.
+
 Left out: second derivatives, which are refused.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +28,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 from fcp import pytree
 from fcp._function import Function
+from fcp._kept import once
 from fcp._simulate import map_ranks
 from fcp.axes import Axis, bind, bound
 
@@ -75,9 +78,17 @@ def own_gradient(forward: Callable[..., Any], backward: Callable[..., Any], name
 
 @dataclass(frozen=True)
 class _Pair:
+    """`levels` are filled by `forward`: for each map around it, innermost first, the rank dims of what it gives."""
+
     forward: Flat
     backward: Flat
     name: str
+    levels: tuple[list[int | None], ...] = field(default=())
+
+
+def _with_levels(pair: _Pair, values: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[list[int | None]]]:
+    outputs = tuple(pair.forward(*values))
+    return outputs, [list(dims) for dims in pair.levels]
 
 
 def _own_axis(pair: _Pair, axes: tuple[Axis, ...], index_dims: Sequence[int | None]) -> Axis:
@@ -98,7 +109,10 @@ class _Own(Function):
 
     @staticmethod
     def forward(pair: _Pair, axes: tuple[Axis, ...], count: int, *operands: Tensor) -> Any:
-        return tuple(pair.forward(*operands[:count]))
+        outputs, levels = once("attention", _with_levels, pair, operands[:count])
+        for dims, found in zip(pair.levels, levels, strict=True):
+            dims[:] = found
+        return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -148,7 +162,8 @@ class _Own(Function):
             )
 
         rest, indices = _others(axes, operands[count:], axis)
-        out = _Own.apply(_Pair(forward, backward, pair.name), rest, count, *operands[:count], *indices)
+        below = _Pair(forward, backward, pair.name, (*pair.levels, dims))
+        out = _Own.apply(below, rest, count, *operands[:count], *indices)
         return out, tuple(dims)
 
 

@@ -10,7 +10,7 @@ fsdp x cp; remat wraps each layer; the logits may be left out); and a record of 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,11 +19,11 @@ import torch
 
 from fcp._context_parallel import context_parallel
 from fcp._ep_view import EpView, check_experts, view
+from fcp._memory import check_memory, drop_logits, remat_layers, tile_mlp
 from fcp._transformed import Transformed
 from fcp._validate import check_cp, check_mesh, check_model, check_rows
 from fcp.axes import Axes
 from fcp.ops import Ops
-from fcp.remat import rematerialize
 from fcp.sharded import Placement, Shapes, Sharded, base_model
 from fcp.transforms._experts import experts
 from fcp.transforms._shard_batch import shard_batch
@@ -45,8 +45,11 @@ def transform(
     ep_plan: Literal["dispatch", "all_reduce"] = "dispatch",
     cp_impl: str | None = None,
     layout: Literal["contiguous", "zigzag", "balanced"] | None = None,
-    remat: bool = False,
+    remat: Literal["nothing", "attention", "layer"] | bool = "nothing",
+    offload: bool = False,
     logits: bool = True,
+    loss_tile: int | None = None,
+    mlp_tile: int | None = None,
     kernel: str = "auto",
     rows: Literal["all", "own"] = "all",
     reduce_dtype: torch.dtype | None = None,
@@ -73,8 +76,15 @@ def transform(
         layout: the order in which the ranks hold the sequence (`shard_seq`): "contiguous" by default; "zigzag" or
             "balanced" give ranks that keep their own queries equal work, which under Ulysses they have already. With
             cp_impl="auto" it is chosen too, unless given.
-        remat: recompute each layer in backward instead of keeping what it computed.
-        logits: False leaves `Output.logits` None.
+        remat: what of a layer backward computes again: "nothing"; "layer", all of it; "attention", all but what the
+            attention kernel gave. True and False stand for "layer" and "nothing".
+        offload: the input of each layer that is computed again lies in pinned host memory until backward (CUDA, and
+            first derivatives by `fcp.value_and_grad`).
+        logits: False leaves `Output.logits` None, and makes a loss of many logits in tiles of tokens: those of all
+            tokens never lie in memory, and second derivatives are refused.
+        loss_tile: the tokens of such a tile, whatever the number of logits. None: as many as have 2^25 logits.
+        mlp_tile: what an MLP computes on the way lives for this many tokens at a time, and is computed again in
+            backward (of models that call `ops.tokenwise`). None: for all tokens.
         kernel: the attention kernel ("auto", "fused", "reference", or a registered one).
         rows: "own", on processes: each rank of dp and fsdp is handed its own rows alone (any number), and the ranks
             of a cp or tp group the same ones; the logits are those of the own rows. The loss is that of all.
@@ -87,9 +97,10 @@ def transform(
     Raises:
         ValueError: a size that is no positive integer; tp without rules, or one that the model's heads, widths or
             layers do not divide by; ep without experts, one that does not divide them, covers no whole view, or whose
-            plan needs tokens that are not shared; an unknown kernel; a model with dropout; a model that was transformed
-            already; a mesh of other names or sizes; rows of its own where no process is handed any; an unknown cp_impl
-            or layout, one without a cp, or an order that would change nothing.
+            plan needs tokens that are not shared; an unknown kernel or remat policy; tiles of no tokens, or of a loss
+            whose logits are asked for; offload where activations are on the host already; a model with dropout; a model
+            that was transformed already; a mesh of other names or sizes; rows of its own where no process is handed
+            any; an unknown cp_impl or layout, one without a cp, or an order that would change nothing.
 
     >>> import fcp, torch
     >>> from models import llama
@@ -107,6 +118,7 @@ def transform(
     sizes: dict[str, Any] = {"dp": dp, "fsdp": fsdp, **given, "tp": tp}
     check_model(model_fn, {**sizes, "ep": ep}, kernel)
     how = check_cp(base_model(model_fn), cp, tp, cp_impl, layout)
+    policy = check_memory(remat, offload, logits, loss_tile, mlp_tile, mesh)
     split = check_rows(rows, sizes, mesh)
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ValueError(f"transform: reduce_dtype={reduce_dtype!r}; gradients are summed in a floating dtype")
@@ -117,7 +129,7 @@ def transform(
     parts = group.parts
     slow, fast = (_several(parts[name], group) for name in ("cp_ring", "cp_ulysses")) if ring_size else ((), ())
     whole = slow + fast if ring_size else _several(parts["cp"], group)  # the axes that split the sequence
-    fn = model_fn if logits else _drop_logits(model_fn)
+    fn = model_fn if logits else drop_logits(model_fn, loss_tile)
     if tp > 1:
         fn = shard_params(fn, axis="tp")
     order = tuple(group.sizes) if mesh is None else mesh.mesh_dim_names  # several axes of a mesh are named in its order
@@ -138,8 +150,10 @@ def transform(
             fn = shard_batch(fn, axis=_one(parts[axis]), rows=rows)
     if reduce_dtype is not None:
         fn = _sum_in(fn, reduce_dtype)
-    if remat:
-        fn = _remat_layers(fn)  # outside of the gathers: what is computed again does not gather again
+    if mlp_tile is not None:
+        fn = tile_mlp(fn, mlp_tile)
+    if policy != "nothing":
+        fn = remat_layers(fn, policy, offload)  # outside of the gathers: what is computed again does not gather again
     if kernel != "auto":
         fn = _use_kernel(fn, kernel)
     own = tuple(name for axis in split for name in parts[axis])
@@ -183,13 +197,6 @@ def _unflattened(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
     return made[key]
 
 
-def _drop_logits(model_fn: ModelFn) -> Sharded:
-    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        return inner(params, inputs, replace(ops, loss=partial(ops.loss, logits=False)))
-
-    return Sharded(model_fn, "drop_logits", run)
-
-
 def _sum_in(model_fn: ModelFn, dtype: torch.dtype) -> Sharded:
     def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
         return inner(params, inputs, ops)
@@ -208,13 +215,3 @@ def _use_kernel(model_fn: ModelFn, kernel: str) -> Sharded:
         return inner(params, inputs, replace(ops, attention=partial(local, kernel=kernel)))
 
     return Sharded(model_fn, f"kernel({kernel})", run)
-
-
-def _remat_layers(model_fn: ModelFn) -> ModelFn:
-    def run(inner: ModelFn, params: Params, inputs: Inputs, ops: Ops) -> Output:
-        def layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
-            return rematerialize(partial(ops.layer, fn))(layer_params, *args)
-
-        return inner(params, inputs, replace(ops, layer=layer))
-
-    return Sharded(model_fn, "remat", run)

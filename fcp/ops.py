@@ -19,6 +19,7 @@ from fcp._attention import attention
 from fcp._experts import experts
 from fcp._grouped import ExpertFn
 from fcp._linear import linear
+from fcp._tiled_loss import in_tiles, tiled_losses
 from fcp.loss import cap, token_losses
 from fcp.masks import Mask
 from fcp.typing import Params
@@ -57,6 +58,7 @@ class Loss(Protocol):
         *,
         logits: bool = True,
         softcap: float | None = None,
+        tile: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
@@ -81,7 +83,10 @@ class Ops:
         loss: (hidden [batch, seq, hidden], table [vocab, hidden], targets [batch, seq] or None) -> (the sum of the
             token losses, a scalar; the logits [batch, seq, vocab]). No targets: the sum is None. `logits=False`: the
             logits are None. No table: `hidden` are the logits already, over the whole vocabulary. `softcap`: each
-            logit x becomes softcap * tanh(x / softcap) before the loss.
+            logit x becomes softcap * tanh(x / softcap) before the loss. Where no logits are asked for and those of all
+            tokens would be many, the loss is made in tiles of tokens, `tile` of them or as many as are worth it.
+        tokenwise: (fn, params, x [batch, seq, width]) -> fn(params, x), of an `fn` for which each token stands for
+            itself (an MLP between `enter` and `leave`); what it closes over must be no tensor.
         layer: (fn, layer_params, *args) -> fn(layer_params, *args), with every parameter of the model consumed in one
             of these calls: it is where sharded parameters are gathered and where a layer is rematerialised. `args` are
             pytrees; what `fn` closes over must be no tensor.
@@ -99,6 +104,7 @@ class Ops:
     join: Callable[[Tensor], Tensor]
     embed: Callable[[Tensor, Tensor], Tensor]
     loss: Loss
+    tokenwise: Callable[[Callable[[Params, Tensor], Tensor], Params, Tensor], Tensor]
     layer: Callable[..., Any]
     experts: Experts
     total: Callable[[Tensor], Tensor]
@@ -115,10 +121,17 @@ def _loss(
     *,
     logits: bool = True,
     softcap: float | None = None,
+    tile: int | None = None,
 ) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
+    if in_tiles(hidden, table, logits, tile) and table is not None and targets is not None:
+        return tiled_losses(hidden, table, targets, tile=tile, softcap=softcap).sum(), None
     scores = cap(hidden if table is None else linear(hidden, table), softcap)
     total = None if targets is None else token_losses(scores, targets).sum()
     return total, (scores if logits else None)
+
+
+def _tokenwise(fn: Callable[[Params, Tensor], Tensor], params: Params, x: Tensor) -> Tensor:
+    return fn(params, x)
 
 
 def _layer(fn: Callable[..., Any], layer_params: Params, *args: Any) -> Any:
@@ -133,6 +146,7 @@ LOCAL = Ops(
     join=_same,
     embed=_embed,
     loss=_loss,
+    tokenwise=_tokenwise,
     layer=_layer,
     experts=experts,
     total=_same,

@@ -187,9 +187,12 @@ def _attention(
 
 
 def _mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
-    x = ops.enter(x)
+    return ops.leave(ops.tokenwise(_gated, params, ops.enter(x)))
+
+
+def _gated(params: Params, x: Tensor) -> Tensor:
     gate = gelu(llama.project(x, params["gate_proj"]), approximate="tanh")
-    return llama.join(ops, gate * llama.project(x, params["up_proj"]), params["down_proj"])
+    return llama.project(gate * llama.project(x, params["up_proj"]), params["down_proj"])
 
 
 def _norm(

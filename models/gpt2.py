@@ -156,8 +156,13 @@ def _attention(config: Config, scale: float, ops: Ops, params: Params, x: Tensor
 
 
 def _mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
-    x = linear(ops.enter(x), params["c_fc"]["weight"].T, params["c_fc"]["bias"])
-    return _join(ops, gelu(x, approximate="tanh"), params["c_proj"])
+    return ops.leave(ops.tokenwise(_up_and_down, params, ops.enter(x))) + params["c_proj"]["bias"]
+
+
+def _up_and_down(params: Params, x: Tensor) -> Tensor:
+    """What the columns here add; its sum over the ranks lacks the bias."""
+    x = gelu(linear(x, params["c_fc"]["weight"].T, params["c_fc"]["bias"]), approximate="tanh")
+    return linear(x, params["c_proj"]["weight"].T)
 
 
 def _join(ops: Ops, x: Tensor, params: Params) -> Tensor:

@@ -179,8 +179,12 @@ def _attention(config: Config, ops: Ops, params: Params, x: Tensor, cos: Tensor,
 
 def _mlp(config: Config, ops: Ops, params: Params, x: Tensor) -> Tensor:
     """What the columns here add; its sum over the ranks lacks the bias."""
+    return ops.tokenwise(partial(_up_and_down, config), params, ops.enter(x))
+
+
+def _up_and_down(config: Config, params: Params, x: Tensor) -> Tensor:
     up = params["dense_h_to_4h"]
-    x = gelu(linear(ops.enter(x), up["weight"], up["bias"]), approximate=APPROXIMATIONS[config.hidden_act])
+    x = gelu(linear(x, up["weight"], up["bias"]), approximate=APPROXIMATIONS[config.hidden_act])
     return linear(x, params["dense_4h_to_h"]["weight"])
 
 

@@ -228,8 +228,13 @@ def attention(
 
 
 def mlp(ops: Ops, params: Params, x: Tensor) -> Tensor:
-    x = ops.enter(x)
-    return join(ops, silu(project(x, params["gate_proj"])) * project(x, params["up_proj"]), params["down_proj"])
+    return _with_bias(ops.leave(ops.tokenwise(_gated, params, ops.enter(x))), params["down_proj"])
+
+
+def _gated(params: Params, x: Tensor) -> Tensor:
+    """What the columns here add; its sum over the ranks lacks the bias."""
+    x = silu(project(x, params["gate_proj"])) * project(x, params["up_proj"])
+    return linear(x, params["down_proj"]["weight"])
 
 
 def project(x: Tensor, params: Params) -> Tensor:
@@ -238,7 +243,10 @@ def project(x: Tensor, params: Params) -> Tensor:
 
 def join(ops: Ops, x: Tensor, params: Params) -> Tensor:
     """The projection that ends split work: the ranks' parts are summed, then the bias is added once."""
-    x = ops.leave(linear(x, params["weight"]))
+    return _with_bias(ops.leave(linear(x, params["weight"])), params)
+
+
+def _with_bias(x: Tensor, params: Params) -> Tensor:
     return x + params["bias"] if "bias" in params else x
 
 

@@ -193,3 +193,18 @@ def test_every_kernel_serves_a_ring(kernel: str) -> None:
     batch = batch_of(tokens(2, 10))
     sharded = fcp.transform(model, cp=2, cp_impl="ring", layout="zigzag", kernel=kernel)
     assert worst_error(gradient(model, params, batch), gradient(sharded, params, batch)) < 1e-10
+
+
+def test_a_layer_that_keeps_attention_sends_nothing_again() -> None:
+    """A ring that goes round once more where its result is kept; one whose result is kept and wrong."""
+    model, params = toy(num_hidden_layers=2)
+    batch = batch_of(tokens(2, 12))
+    expected, sent = gradient(model, params, batch), {}
+    for policy in ("nothing", "attention", "layer"):
+        sharded = fcp.transform(model, cp=3, cp_impl="ring", remat=policy)
+        assert worst_error(expected, gradient(sharded, params, batch)) < 1e-10
+        with fcp.record() as events:
+            _, grads = fcp.simulate(fcp.value_and_grad(sharded.model_fn), **sharded.axes)(params, fcp.prepare(batch))
+        assert worst_error(expected, grads) < 1e-10
+        sent[policy] = sum(event.name == "ppermute" for event in events)
+    assert sent["attention"] == sent["nothing"] < sent["layer"]

@@ -8,12 +8,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_function", "pytree", "typing", "_stored"),
+    ("_function", "pytree", "typing", "_stored", "_kept", "_host"),
     ("axes", "trace", "masks", "loss"),
     ("_watch",),
     ("_selfcheck",),
     ("_process",),
-    ("_collective", "kernels", "_plan", "_linear", "_grouped", "_schedule", "_order"),
+    ("_collective", "kernels", "_plan", "_linear", "_grouped", "_schedule", "_order", "_tiled_loss"),
     ("_planned",),
     ("collectives",),
     ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_launch", "_experts", "_dispatch", "_ep_view"),
@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "sharded", "tables"),
     ("_regather", "_layout", "_across_slices"),
     ("transforms",),
-    ("_context_parallel",),
+    ("_context_parallel", "_memory"),
     ("huggingface",),
     ("_dtensor",),
     ("_shards",),

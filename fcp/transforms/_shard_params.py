@@ -28,6 +28,7 @@ from torch import Tensor
 from fcp import pytree
 from fcp._linear import linear
 from fcp._regather import Window, by_kind, is_piece
+from fcp._tiled_loss import in_tiles, tiled_losses
 from fcp.axes import Axes, axis_index, axis_size, lookup, names_of
 from fcp.collectives import all_gather, all_gather_each, pmax, psum, pvary, shard, unshard
 from fcp.loss import cap, token_losses
@@ -197,23 +198,35 @@ def tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
         *,
         logits: bool = True,
         softcap: float | None = None,
+        tile: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         if table is None or whole(table):
-            return ops.loss(hidden, table, targets, logits=logits, softcap=softcap)
-        scores = cap(linear(pvary(hidden, axis), table), softcap)
+            return ops.loss(hidden, table, targets, logits=logits, softcap=softcap, tile=tile)
+        hidden = pvary(hidden, axis)
+        first, most, total_of = _first(table), partial(pmax, axis=axis), partial(psum, axis=axis)
+        if in_tiles(hidden, table, logits, tile) and targets is not None:
+            losses = tiled_losses(
+                *(hidden, table, targets),
+                tile=tile,
+                softcap=softcap,
+                first=first,
+                vocab=vocab if padded(table.shape[-2]) else None,
+                reduce_max=most,
+                reduce_sum=total_of,
+            )
+            return losses.sum(), None
+        scores = cap(linear(hidden, table), softcap)
         total = None
         if targets is not None:
-            total = token_losses(
-                hide_padding(scores),
-                targets,
-                first=_first(table),
-                reduce_max=lambda x: pmax(x, axis),
-                reduce_sum=lambda x: psum(x, axis),
-            ).sum()
+            real = hide_padding(scores)
+            total = token_losses(real, targets, first=first, reduce_max=most, reduce_sum=total_of).sum()
         return total, (unshard(scores, axis, dim=-1)[..., :vocab] if logits else None)
 
+    def padded(rows: int) -> bool:
+        return vocab is not None and rows * axis_size(axis) != vocab
+
     def hide_padding(scores: Tensor) -> Tensor:
-        if vocab is None or scores.shape[-1] * axis_size(axis) == vocab:
+        if not padded(scores.shape[-1]):
             return scores
         column = torch.arange(scores.shape[-1], device=scores.device) + _first(scores.mT)
         return scores.masked_fill(column >= vocab, -torch.inf)
