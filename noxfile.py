@@ -91,6 +91,12 @@ def curves(session: nox.Session) -> None:
 
 
 @nox.session
+def kill(session: nox.Session) -> None:
+    """Thirty SIGKILLs at random moments of a training that saves, resumed each time on another mesh; a table."""
+    run(session, "-c", "import sys; from tests.kill import main; sys.exit(main())", *session.posargs, threads=1)
+
+
+@nox.session
 def sweep_hf(session: nox.Session) -> None:
     """Every causal language model type of transformers under cp, tp, fsdp, into SUPPORT.md; SmolLM2's real weights."""
     report = str(Path(session.create_tmp()).resolve() / "report.xml")

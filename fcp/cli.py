@@ -1,4 +1,4 @@
-"""The command line: `fcp check`, `fcp mask`, `fcp models`, `fcp train`, `fcp eval`, `fcp plot`.
+"""The command line: `fcp check`, `fcp mask`, `fcp models`, `fcp train`, `fcp eval`, `fcp plot`, `fcp export`.
 
 This file is the door: it reads the words, calls the command, and turns what is refused into a line and a status. Each
 command is a file of its own (`_cli_check.py`, ...), which says what it does. A model is named by an import string,
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from fcp._cli_args import Parser
 from fcp._cli_check import add_check
 from fcp._cli_eval import add_eval
+from fcp._cli_export import add_export
 from fcp._cli_mask import add_mask
 from fcp._cli_models import add_models
 from fcp._cli_plot import add_plot
@@ -45,6 +46,6 @@ def _parser() -> Parser:
         prog="fcp", description="Functional context parallelism: check, train and look.", allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_check, add_mask, add_models, add_train, add_eval, add_plot):
+    for add in (add_check, add_mask, add_models, add_train, add_eval, add_plot, add_export):
         add(commands)
     return parser

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_cli_args", "_cli_inputs", "_cli_models", "_run_log"),
     ("_cli_ranks", "_settings"),
     ("_training",),
-    ("_cli_check", "_cli_eval", "_cli_mask", "_cli_plot", "_cli_train"),
+    ("_cli_check", "_cli_eval", "_cli_export", "_cli_mask", "_cli_plot", "_cli_train"),
     ("cli",),
     ("__main__",),
 )

@@ -9,9 +9,10 @@ Where every block lies and which process writes it is arithmetic, so there is no
 `write_data` and `read_data` are called with the blocks at hand, in any thread, and nothing waits for another process.
 What is written is torch's format, and `dcp.load` with a `HuggingFaceStorageReader` reads it.
 
-The storage puts a file together in memory before it writes it, so a process's blocks go into files of `FILE_BYTES`:
-what it holds beside its shards is one file. A file has one block of a leaf (its chunks have the leaf's name), so
-further blocks of a leaf go to files of their own. Checksums are computed while the bytes are written.
+The storage puts a file together in memory before it writes it, and maps one that it reads. So a process's blocks go
+into many files, and long ones are cut: what it holds beside its shards is some 64th of them. A file has one block of a
+leaf (its chunks have the leaf's name). Checksums are computed while the bytes are written, and all files are forced to
+the disk together, which has been busy with them meanwhile.
 
 Left out: scalars, which are in state.json; and every other storage of torch's, whose metadata is a pickle.
 """
@@ -23,7 +24,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,8 +46,8 @@ from fcp.checkpoint._state import Block
 
 __all__ = ["Stored", "read_blocks", "stored", "write_blocks"]
 
-FILE_BYTES = 64 * 2**20
-"""What a file may hold before the next one is begun: enough for a disk's speed, little enough to hold twice."""
+FILES, FILE_BYTES = 64, 16 * 2**20
+"""How many files a process writes, about, and the least that makes another one worth it."""
 
 Facts = dict[str, dict[str, Any]]
 
@@ -56,41 +57,43 @@ Facts = dict[str, dict[str, Any]]
 
 def write_blocks(folder: Path, number: int, count: int, blocks: Sequence[Block]) -> Facts:
     """Writes process `number`'s blocks (of `count` processes) into `folder`; each file's bytes and sha256, by name."""
-    files, digests = _files(blocks), _Digests()
-    for wave, indices in enumerate(files):
-        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=indices, save_distributed=True)
-        writer.fs = digests
+    digests = _Digests()
+    for index, chosen in enumerate(_files(blocks)):
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer.fs, writer.sync_files = digests, False
         writer.set_up_storage_writer(is_coordinator=number == 0)
-        chosen = {block.name: block for block in _nth(blocks, wave)}
-        about = {"fqn_to_index_mapping": indices, "shard_index": wave * count + number + 1}
-        plan = SavePlan([_item(block) for block in chosen.values()], storage_data=about)
-        writer.write_data(plan, cast(Any, _From(chosen))).wait()
+        plan = SavePlan([_item(block) for block in chosen], storage_data={"shard_index": index * count + number + 1})
+        writer.write_data(plan, cast(Any, _From({block.name: block for block in chosen}))).wait()
+    for name in digests.found:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
     return digests.found
 
 
-def _nth(blocks: Sequence[Block], n: int) -> Iterator[Block]:
-    """The n-th block of each leaf that has so many."""
-    seen: dict[str, int] = {}
-    for block in blocks:
-        if seen.setdefault(block.name, 0) == n:
-            yield block
-        seen[block.name] += 1
+def _files(blocks: Sequence[Block]) -> list[list[Block]]:
+    """The blocks of each file: no more than it should hold, and no leaf twice."""
+    most = max(sum(_bytes(block) for block in blocks) // FILES, FILE_BYTES)
+    files: list[list[Block]] = []
+    size = 0
+    for block in (piece for whole in blocks for piece in _cut(whole, most)):
+        if not files or size + _bytes(block) > most or any(block.name == each.name for each in files[-1]):
+            files.append([])
+            size = 0
+        files[-1].append(block)
+        size += _bytes(block)
+    return files
 
 
-def _files(blocks: Sequence[Block]) -> list[dict[str, int]]:
-    """For the first, second, ... block of every leaf: leaf to number of the file, from 1."""
-    files: list[dict[str, int]] = []
-    while True:
-        indices: dict[str, int] = {}
-        index, size = 1, 0
-        for block in _nth(blocks, len(files)):
-            more = block.values.numel() * block.values.element_size()
-            if size and size + more > FILE_BYTES:
-                index, size = index + 1, 0
-            indices[block.name], size = index, size + more
-        if not indices:
-            return files
-        files.append(indices)
+def _bytes(block: Block) -> int:
+    return block.values.numel() * block.values.element_size()
+
+
+def _cut(block: Block, most: int) -> Iterator[Block]:
+    """The block in runs of rows (of its first dim) that a file holds."""
+    rows = max(most * block.values.shape[0] // max(_bytes(block), 1), 1)
+    for first in range(0, block.values.shape[0], rows):
+        offsets = (block.offsets[0] + first, *block.offsets[1:])
+        yield replace(block, offsets=offsets, values=block.values[first : first + rows])
 
 
 def _item(block: Block) -> WriteItem:
@@ -138,7 +141,6 @@ class _Hashed(io.BufferedWriter):
         hashing.start()
         try:
             written = super().write(data)
-            super().flush()  # the storage calls fsync next, which knows nothing of what is still in a buffer
         finally:
             hashing.join()
         self.written += written

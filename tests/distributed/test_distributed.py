@@ -106,6 +106,14 @@ def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+def test_saved_states_go_on_elsewhere(tmp_path: Path) -> None:
+    """A moment that lies otherwise than its parameter; a copy written twice, or by nobody; a rank that waits for one
+    whose disk is full."""
+    lines = work(4, "saves", 0, tmp_path)
+    assert len(lines) == 24
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("processes", "count"), [(2, 8), (4, 10)])
 def test_experts_sample(processes: int, count: int, device: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import fcp
 from fcp import _collective, pytree
 from fcp import collectives as collectives_of
 from tests import experts_grid
-from tests.distributed import shards
+from tests.distributed import checkpoints, shards
 from tests.grid import Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
 
@@ -194,6 +194,7 @@ KINDS: dict[str, Callable[[], Iterator[Result]]] = {
     "checkpoints": shards.checkpoints,
     "regathers": shards.regathers,
     "rows": shards.own_rows,
+    "saves": checkpoints.saves,
 }
 
 
