@@ -84,16 +84,16 @@ def distributed(session: nox.Session) -> None:
 
 
 @nox.session
-def kill(session: nox.Session) -> None:
-    """Thirty SIGKILLs at random moments of a training that saves, resumed each time on another mesh; a table."""
-    run(session, "-c", "import sys; from tests.kill import main; sys.exit(main())", *session.posargs, threads=1)
-
-
-@nox.session
 def curves(session: nox.Session) -> None:
     """Loss curves through `fcp train`: a small model for 100 steps on 7 meshes, SmolLM2's real weights for 20 on 5."""
     run(session, "tests/curves.py", "small", threads=1)
     run(session, "tests/curves.py", "smollm2", *session.posargs, threads=1)
+
+
+@nox.session
+def kill(session: nox.Session) -> None:
+    """Thirty SIGKILLs at random moments of a training that saves, resumed each time on another mesh; a table."""
+    run(session, "-c", "import sys; from tests.kill import main; sys.exit(main())", *session.posargs, threads=1)
 
 
 @nox.session

@@ -105,6 +105,7 @@ def _eval(args: argparse.Namespace) -> int:
         packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
         trained = None if args.trained is None else checkpoint_at(args.trained)
         shards = sharded.shard(make_params()) if trained is None else checkpoint.load_params(trained, sharded)
+        del make_params  # it may hold the whole model
         started = time.perf_counter()
         total, number = token_loss(sharded, shards, packed, rows)
         seconds = time.perf_counter() - started

@@ -56,7 +56,7 @@ class Run:
         sharded: the transformed model.
         step: the training step.
         data: the rows of this rank.
-        fresh: gives this rank's shards of the parameters that the run begins with.
+        fresh: gives this rank's shards of the parameters that the run begins with, once: nobody keeps them then.
     """
 
     settings: Settings
@@ -112,7 +112,9 @@ def prepare_run(settings: Settings, device_mesh: Any = None) -> Run:
     packed = data.pack(
         documents, seq=settings.seq, batch=settings.batch, seed=settings.seed, part=data.part_of(sharded)
     )
-    return Run(settings, sharded, step, packed, lambda: sharded.shard(make_params()))
+    once = [make_params]
+    del make_params  # what it holds may be the whole model, of which a process is to keep its shards alone
+    return Run(settings, sharded, step, packed, lambda: sharded.shard(once.pop()()))
 
 
 def train(run: Run, *, resume: str | None = None, how_to_resume: str = "--resume auto") -> int:
@@ -132,7 +134,6 @@ def train(run: Run, *, resume: str | None = None, how_to_resume: str = "--resume
     folder = Path(settings.folder).expanduser()
     state, place = _start(run, _on_first(lambda: _found(folder, resume)))
     first = done = int(state.step)
-    saved = done if resume is not None else 0
     told = 0
     with (
         open_log(folder, done, tensorboard=settings.tensorboard) if _speaks() else contextlib.nullcontext() as log,
@@ -163,14 +164,13 @@ def train(run: Run, *, resume: str | None = None, how_to_resume: str = "--resume
             show(record)
             if done == settings.steps or told or (settings.save_every and done % settings.save_every == 0):
                 _save(run, folder, state, place)
-                saved = done
-    if told:
+    if told and done < settings.steps:
         name = signal.Signals(told).name
         print(f"stopped by {name} after step {done} of {settings.steps}, saved; to go on: {how_to_resume}", flush=True)
     elif first == settings.steps:
         print(f"nothing left to do: {done} of {settings.steps} steps are done", flush=True)
     else:
-        print(f"{done} steps done; log and checkpoints (the last of step {saved}) are in {folder}", flush=True)
+        print(f"{done} steps done; the log and checkpoints are in {folder}", flush=True)
     return done
 
 

@@ -1,4 +1,4 @@
-"""The command line: `fcp check`, `mask`, `models`, `train`, `eval`, `plot`, `export`.
+"""The command line: `fcp check`, `fcp mask`, `fcp models`, `fcp train`, `fcp eval`, `fcp plot`, `fcp export`.
 
 This file is the door: it reads the words, calls the command, and turns what is refused into a line and a status. Each
 command is a file of its own (`_cli_check.py`, ...), which says what it does. A model is named by an import string,

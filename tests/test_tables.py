@@ -233,3 +233,29 @@ def test_steps_are_a_bar_on_a_terminal(capsys, monkeypatch):
     assert out == "between\n"
     assert "one" in err
     assert "\x1b[" in err
+
+
+RECORD = {"loss": 2.5, "norm": 1.25, "tokens_per_second": 1234.5, "memory_mb": 512.0, "skipped": False}
+
+
+def test_training_is_a_line_now_and_then_where_there_is_no_terminal(capsys):
+    """A line a step, which buries a log of a million steps; the last one left out."""
+    with tables.training(9, 2) as show:
+        for step in range(3, 10):
+            show({**RECORD, "step": step, "skipped": step == 9})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "fcp: [3/9] loss 2.5000, norm 1.25, 1,234 tokens/s, 512 MB",
+        "fcp: [9/9] loss 2.5000, norm 1.25, 1,234 tokens/s, 512 MB; not finite, skipped",
+    ]
+
+
+def test_training_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    """A bar that begins at zero when a run is resumed."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with tables.training(9, 2) as show:
+        show({**RECORD, "step": 3})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "3/9" in err and "1,234 tokens/s" in err and "\x1b[" in err
