@@ -8,9 +8,12 @@ and an example, by the function that would have read it.
 import argparse
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from fcp._order import LAYOUTS
 
 __all__ = [
     "AXES",
@@ -18,6 +21,7 @@ __all__ = [
     "SIZES",
     "Parser",
     "add_axes",
+    "add_ways",
     "count",
     "counts",
     "integers",
@@ -25,6 +29,7 @@ __all__ = [
     "padding",
     "seconds",
     "tolerance",
+    "ways",
 ]
 
 AXES = ("dp", "fsdp", "cp", "tp")
@@ -45,6 +50,19 @@ def add_axes(add: Any) -> None:
     for axis, what in zip(AXES, ("rows", "rows, parameters in pieces", "the sequence", "each matrix"), strict=True):
         add(f"--{axis}", type=count, metavar="N", help=f"ranks that split {what}")
     add("--ep", type=count, metavar="N", help="of these ranks, how many share the experts")
+
+
+def add_ways(add: Any) -> None:
+    """Adds the flags that say how the ranks of cp share a sequence."""
+    add("--cp-impl", metavar="NAME", help="how attention crosses slices: ulysses, ring, gather or auto (ulysses)")
+    add("--layout", choices=LAYOUTS, help="in which order the ranks of cp hold the sequence (contiguous)")
+
+
+def ways(given: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What of these `fcp.transform` is asked for, on a mesh of these sizes: nothing where no rank holds a slice."""
+    if sizes.get("cp", 1) == 1:
+        return {}
+    return {name: value for name in ("cp_impl", "layout") if (value := getattr(given, name)) is not None}
 
 
 def count(text: str) -> int:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fcp import data, pytree, tables
-from fcp._cli_args import DTYPES, SIZES, add_axes, count, mesh, tolerance
+from fcp._cli_args import DTYPES, SIZES, add_axes, add_ways, count, mesh, tolerance, ways
 from fcp._cli_inputs import (
     batch_of,
     load_checkpoint,
@@ -52,6 +52,7 @@ def add_check(commands: Any) -> None:
     add = check.add_argument
     add("target", metavar="TARGET", help="module:attribute, a Model or a function that makes one (models.llama:tiny)")
     add_axes(add)
+    add_ways(add)
     add("--ep-plan", choices=("dispatch", "all_reduce"), default="dispatch", help="how tokens meet experts (dispatch)")
     add("--mesh", type=mesh, action="append", default=[], metavar="cp=N,tp=N", help="a whole mesh; may be repeated")
     add("--remat", action="store_true", help="recompute each layer in backward")
@@ -95,7 +96,14 @@ def _check_on(
         with step(f"reading {_source(args)}"):
             model, make_params = _read(args, dtype)
             sharded = [
-                transform(model, remat=args.remat, mesh=mesh, ep_plan=args.ep_plan, **cast(Any, sizes))
+                transform(
+                    model,
+                    mesh=mesh,
+                    ep_plan=args.ep_plan,
+                    remat=args.remat,
+                    **ways(args, sizes),
+                    **cast(Any, sizes),
+                )
                 for mesh, sizes in zip(device_meshes, meshes, strict=True)
             ]
             inputs = prepare(_batch(args, _sizes(meshes, args.batch), model, text))
@@ -122,10 +130,14 @@ def _check_on(
             if args.tolerance is not None:
                 result = dataclasses.replace(result, tolerance=args.tolerance)
             entry = {"mesh": dict(fn.axes), "applied": list(fn.applied), "seconds": seconds, **result.as_dict()}
+            if fn.why:
+                entry["why"] = fn.why
             found.append(entry)
             if not args.json:
                 tables.show(tables.report_table(result))
                 tables.show(tables.report_line(result, seconds=seconds, reference_seconds=reference_seconds))
+                if fn.why:
+                    tables.show(f"cp_impl auto: {fn.why}")
     equal = _on_every_rank(all(entry["ok"] for entry in found), args)
     if args.json:
         about = {"target": args.target, "checkpoint": args.checkpoint, "dtype": str(dtype).removeprefix("torch.")}
@@ -151,7 +163,11 @@ def _meshes(args: argparse.Namespace) -> list[dict[str, int]]:
     if given and args.mesh:
         raise ValueError(f"--{next(iter(given))} and --mesh say the same; write the whole mesh as --mesh cp=2,tp=2")
     # Nothing said: the least that is a check.
-    return args.mesh or [given or ({} if args.remat else {"cp": 2})]
+    meshes = args.mesh or [given or ({} if args.remat else {"cp": 2})]
+    asked = next((name for name in ("cp_impl", "layout") if getattr(args, name) is not None), None)
+    if asked and all(sizes.get("cp", 1) == 1 for sizes in meshes):
+        raise ValueError(f"--{asked.replace('_', '-')}: no mesh here has ranks of cp; give --cp 2, or leave it out")
+    return meshes
 
 
 def _sizes(meshes: list[dict[str, int]], batch: int | None) -> int:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from fcp._cli_args import DTYPES, SIZES, mesh
+from fcp._order import LAYOUTS
 
 __all__ = ["KEYS", "Key", "Settings", "settings"]
 
@@ -57,6 +58,8 @@ class Settings:
     dtype: str = "float32"
     compute_dtype: str | None = None
     remat: bool = False
+    cp_impl: str | None = None
+    layout: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
     folder: str = "run"
@@ -161,6 +164,8 @@ KEYS: dict[str, Key] = {
     "clip": _number("the largest norm of the gradients; larger ones are scaled down"),
     "dtype": _one_of("of the parameters, their gradients and moments", *DTYPES),
     "compute_dtype": _one_of("in which the model computes (that of the parameters)", *DTYPES),
+    "cp_impl": _words("how attention crosses slices: ulysses, ring, gather or auto (ulysses)", "NAME"),
+    "layout": _one_of("in which order the ranks of cp hold the sequence (contiguous)", *LAYOUTS),
     "remat": _switch("recompute each layer in backward"),
     "mesh": Key(
         f"must be a table of axes and ranks, as {{ cp = 2, tp = 2 }}; axes are {', '.join(SIZES)}",

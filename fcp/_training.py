@@ -95,6 +95,8 @@ def prepare_run(settings: Settings, device_mesh: Any = None) -> Run:
         model,
         mesh=device_mesh,
         remat=settings.remat,
+        cp_impl=settings.cp_impl,
+        layout=cast(Any, settings.layout),
         logits=False,
         rows="own" if device_mesh is not None and splits_rows else "all",
         **cast(Any, dict(settings.mesh)),

@@ -137,6 +137,8 @@ def test_a_difference_is_status_1(here, capsys):
     [
         ((), {"cp": 2}, ["ulysses(cp)", "shard_seq(cp)"]),
         (("--cp", "3"), {"cp": 3}, ["ulysses(cp)", "shard_seq(cp)"]),
+        (("--cp", "2", "--cp-impl", "gather"), {"cp": 2}, ["gather(cp)", "shard_seq(cp)"]),
+        (("--cp", "2", "--cp-impl=ring", "--layout=zigzag"), {"cp": 2}, ["ring(cp)", "shard_seq(cp, zigzag)"]),
         (("--cp", "1"), {}, []),
         (("--remat",), {}, ["remat"]),
         (("--tp", "2", "--remat"), {"tp": 2}, ["shard_params(tp)", "remat"]),
@@ -149,6 +151,15 @@ def test_the_mesh_is_the_one_asked_for(words, mesh, applied, here, capsys):
     status, found = checked(capsys, "models.llama:tiny", *SMALL, *words)
     assert (status, found["ok"]) == (0, True)
     assert [(entry["mesh"], entry["applied"]) for entry in found["meshes"]] == [(mesh, applied)]
+
+
+def test_a_choice_is_explained(here, capsys):
+    """A way to attend that is chosen and not told."""
+    words = ("--cp", "2", "--cp-impl", "auto", *SMALL)
+    _, out, _ = run(capsys, "check", "models.llama:tiny", *words)
+    assert out.splitlines()[-1].startswith("cp_impl auto: 4 query heads and 2 of keys and values on each of 2 ranks;")
+    status, found = checked(capsys, "models.llama:tiny", *words)
+    assert status == 0 and "bytes sent a token" in found["meshes"][0]["why"]
 
 
 @pytest.mark.parametrize(
@@ -392,6 +403,9 @@ REFUSED = {
         ),
         "'-2' must be a whole number, 1 or more",
     ),
+    "a way to attend and no cp": ((*TINY, "--tp", "2", "--cp-impl", "ring"), "no mesh here has ranks of cp"),
+    "an unknown way to attend": ((*TINY, "--cp", "2", "--cp-impl", "rings"), "registered are auto, ulysses"),
+    "an order under Ulysses": ((*TINY, "--cp", "2", "--layout", "zigzag"), "every rank has all of them"),
     "a mesh of no ranks": ((*TINY, "--mesh", "cp=2,tp=0"), "'0' must be a whole number, 1 or more"),
     "an unknown axis": ((*TINY, "--mesh", "pp=2"), "unknown mesh axis 'pp'; known are dp, fsdp, cp, tp, ep"),
     "an axis twice": ((*TINY, "--mesh", "cp=2,cp=3"), "names cp twice"),
