@@ -144,6 +144,15 @@ def test_experts_all(processes: int, device: str, tmp_path: Path) -> None:
     check(processes, "experts", -1, tmp_path, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("processes", "count"), [(2, 9), (4, 3)])
+def test_less_memory(processes: int, count: int, device: str, tmp_path: Path) -> None:
+    """A tile whose ranks wait for another tile's; a replay that runs a collective which other ranks do not."""
+    lines = work(processes, "memory", 0, tmp_path, device)
+    assert len(lines) == count
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     """A rank that reads another row, whose text attention would join to its neighbours'; shapes that hang."""
     lines = work(2, "disagreements", 0, tmp_path)

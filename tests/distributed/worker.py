@@ -93,6 +93,34 @@ def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
     return init_device_mesh(DEVICE, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes))
 
 
+LITTLE: tuple[dict[str, Any], ...] = (
+    {"logits": False, "loss_tile": 3},
+    {"logits": False, "loss_tile": 3, "remat": "layer", "mlp_tile": 4},
+    {"remat": "attention", "mlp_tile": 4},
+)
+
+
+def memory() -> Iterator[Result]:
+    """Tiles and remat policies: loss and gradients against the plain function, and the trace of the simulator."""
+    world = dist.get_world_size()
+    meshes = [{name: world} for name in ("cp", "tp", "fsdp")]
+    for sizes in meshes if world == 2 else [{"cp": 2, "tp": 2}]:
+        mesh = mesh_of(tuple(sizes.items()))
+        model, params = model_of("smollm", "packed", (8, 4))
+        (expected, grads), inputs = reference("smollm", "packed", (8, 4)), batch("packed")
+        params, inputs, grads = (pytree.map(lambda x: x.to(DEVICE), each) for each in (params, dict(inputs), grads))
+        for options in LITTLE:
+            here = fcp.transform(model, mesh=mesh, **sizes, **options)
+            simulated = fcp.transform(model, **sizes, **options)
+            with fcp.record() as ran:
+                out, found = fcp.value_and_grad(here)(params, inputs)
+            with fcp.record() as wanted:
+                fcp.simulate(fcp.value_and_grad(simulated.model_fn), **simulated.axes)(params, fcp.prepare(inputs))
+            loss = fcp.relative_error(expected.loss.to(DEVICE), out.loss)
+            error = max(loss, worst_error(grads, found), worst_error(grads, gradient(here, params, inputs)))
+            yield f"{sizes} {options}", error, in_any_order(ran) == in_any_order(wanted)
+
+
 def in_any_order(events: list[fcp.Event]) -> list[fcp.Event]:
     """A mesh may have its dimensions in another order than the simulator nests them."""
     return [replace(event, axis=tuple(sorted(event.axis))) for event in events]
@@ -207,6 +235,7 @@ KINDS: dict[str, Callable[[], Iterator[Result]]] = {
     "regathers": shards.regathers,
     "rows": shards.own_rows,
     "saves": checkpoints.saves,
+    "memory": memory,
 }
 
 
