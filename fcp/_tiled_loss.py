@@ -263,9 +263,17 @@ class _TiledGradient(Function):
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         d_table = table.new_zeros(table.shape, dtype=_wide(table))  # a sum over many tiles
         for group, rows in _tiles(hidden, table, spec):
-            here = (x[group, rows] for x in (g_total, g_picked, hidden))
-            rest = (table[group], column[group, rows], _at(limit, group), peak[group, rows], spec)
-            d_hidden[group, rows] = _add_gradient_of_tile(d_table[group], *here, *rest)
+            d_hidden[group, rows] = _add_gradient_of_tile(
+                d_table[group],
+                g_total[group, rows],
+                g_picked[group, rows],
+                hidden[group, rows],
+                table[group],
+                column[group, rows],
+                _at(limit, group),
+                peak[group, rows],
+                spec,
+            )
         return d_hidden, d_table.to(table.dtype)
 
     @staticmethod

@@ -210,7 +210,7 @@ def tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
                 tile=tile,
                 softcap=softcap,
                 first=first,
-                vocab=vocab if padded(table.shape[-2]) else None,
+                vocab=limit(table.shape[-2]),
                 reduce_max=most,
                 reduce_sum=total_of,
             )
@@ -222,14 +222,16 @@ def tensor_parallel(ops: Ops, axis: str, vocab: int | None) -> Ops:
             total = token_losses(real, targets, first=first, reduce_max=most, reduce_sum=total_of).sum()
         return total, (unshard(scores, axis, dim=-1)[..., :vocab] if logits else None)
 
-    def padded(rows: int) -> bool:
-        return vocab is not None and rows * axis_size(axis) != vocab
+    def limit(rows: int) -> int | None:
+        """`vocab`, where the ranks' `rows` are more than that together: the last ones are padding."""
+        return None if vocab is None or rows * axis_size(axis) == vocab else vocab
 
     def hide_padding(scores: Tensor) -> Tensor:
-        if not padded(scores.shape[-1]):
+        words = limit(scores.shape[-1])
+        if words is None:
             return scores
         column = torch.arange(scores.shape[-1], device=scores.device) + _first(scores.mT)
-        return scores.masked_fill(column >= vocab, -torch.inf)
+        return scores.masked_fill(column >= words, -torch.inf)
 
     def _first(table: Tensor) -> Tensor:
         """The token id of the first row of `table` [vocab_local, hidden] on this rank."""
