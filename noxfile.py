@@ -135,7 +135,7 @@ def notebooks(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benchmarks: one script a claim, ratios against a baseline of the same run."""
     for script in session.posargs or [
-        f"benchmarks/{name}.py" for name in ("simulate", "distributed", "experts", "attention")
+        f"benchmarks/{name}.py" for name in ("simulate", "distributed", "experts", "attention", "checkpoint")
     ]:
         run(session, script)
 
