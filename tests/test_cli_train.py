@@ -374,7 +374,8 @@ def test_a_flag_wins(here: Path) -> None:
 
 
 REFUSED = {
-    "an unknown key": ('learning_rate = 1e-3\n"lr" = 1', (), "unknown key 'learning_rate'; the nearest is"),
+    "an unknown key": ('learning_rate = 1e-3\n"lr" = 1', (), "unknown key 'learning_rate'; the nearest is 'lr'"),
+    "a key like nothing": ("zzz = 1", (), "unknown key 'zzz'; known are target, checkpoint"),
     "a key nearly right": ("sqe = 3", (), "unknown key 'sqe'; the nearest is 'seq'"),
     "several at once": ("sqe = 3\nbach = 4\nkeep = -1", (), "keep = -1 must be a whole number, 1 or more"),
     "a text for a number": ('keep = "3"', (), "keep = '3' must be a whole number, 1 or more"),
