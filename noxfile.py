@@ -134,9 +134,8 @@ def notebooks(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks: one script a claim, ratios against a baseline of the same run."""
-    for script in session.posargs or [
-        f"benchmarks/{name}.py" for name in ("simulate", "distributed", "experts", "attention", "memory", "longest")
-    ]:
+    claims = ("simulate", "distributed", "experts", "attention", "memory", "longest", "checkpoint")
+    for script in session.posargs or [f"benchmarks/{name}.py" for name in claims]:
         run(session, script)
 
 

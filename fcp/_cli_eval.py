@@ -94,21 +94,27 @@ def _eval(args: argparse.Namespace) -> int:
     rows = args.batch or -(-8 // parts) * parts
     if rows % parts:
         raise ValueError(f"--batch {rows}: dp x fsdp splits the rows; give a multiple of {parts} rows")
-    dtype = DTYPES[args.dtype]
     with ranks("eval", args.distributed, args.timeout, [sizes]) as (device_mesh,):
-        documents = data.read(
-            args.text, checkpoint=args.checkpoint, documents=args.documents, column=args.column, split=args.split
-        )
-        model, make_params = read_model(args.target, args.checkpoint, dtype, args.seed, lazy=device_mesh is not None)
-        data.check_vocabulary(documents, model, args.text)
-        sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, sizes))
-        packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
-        trained = None if args.trained is None else checkpoint_at(args.trained)
-        shards = sharded.shard(make_params()) if trained is None else checkpoint.load_params(trained, sharded)
-        del make_params  # it may hold the whole model
-        started = time.perf_counter()
-        total, number = token_loss(sharded, shards, packed, rows)
-        seconds = time.perf_counter() - started
+        _eval_on(device_mesh, args, sizes, rows)
+    return 0
+
+
+def _eval_on(device_mesh: Any, args: argparse.Namespace, sizes: dict[str, int], rows: int) -> None:
+    documents = data.read(
+        args.text, checkpoint=args.checkpoint, documents=args.documents, column=args.column, split=args.split
+    )
+    model, make_params = read_model(
+        args.target, args.checkpoint, DTYPES[args.dtype], args.seed, lazy=device_mesh is not None
+    )
+    data.check_vocabulary(documents, model, args.text)
+    sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, sizes))
+    packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
+    trained = None if args.trained is None else checkpoint_at(args.trained)
+    shards = sharded.shard(make_params()) if trained is None else checkpoint.load_params(trained, sharded)
+    del make_params  # it may hold the whole model
+    started = time.perf_counter()
+    total, number = token_loss(sharded, shards, packed, rows)
+    seconds = time.perf_counter() - started
     if number == 0:
         raise ValueError(f"{args.text}: no token of it has one before it to be predicted from")
     loss = total / number
@@ -117,10 +123,9 @@ def _eval(args: argparse.Namespace) -> int:
         about = {"target": args.target, "checkpoint": args.checkpoint, "text": args.text, "dtype": args.dtype}
         found = {"mesh": dict(sharded.axes), "seq": args.seq, "rows": packed.num_rows, "num_targets": number}
         print(json.dumps({**about, **found, "loss": loss, "perplexity": perplexity, "seconds": seconds}))
-        return 0
+        return
     where = ", ".join(f"{axis}={size}" for axis, size in sharded.axes.items()) or "one rank"
     tables.show(
         f"perplexity {perplexity:.4f} (loss {loss:.6f}) of {number:,} tokens in {packed.num_rows} rows of {args.seq}; "
         f"{where}, {args.dtype}, {seconds:.1f} s"
     )
-    return 0

@@ -180,6 +180,27 @@ KEYS: dict[str, Key] = {
     "tensorboard": _switch("write TensorBoard's event files, too"),
 }
 
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warmup",
+    "max_steps": "steps",
+    "max_grad_norm": "clip",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_checkpointing": "remat",
+    "per_device_train_batch_size": "batch",
+    "batch_size": "batch",
+    "max_length": "seq",
+    "seq_len": "seq",
+    "optim": "optimizer",
+    "output_dir": "folder",
+    "save_steps": "save_every",
+    "save_total_limit": "keep",
+    "model": "target",
+    "dataset": "text",
+}
+"""What transformers' trainer and others call a key."""
+
 
 def settings(path: str | None, flags: Mapping[str, str | bool | None], axes: Mapping[str, int | None]) -> Settings:
     """The settings of a TOML file, overridden by flags.
@@ -250,9 +271,10 @@ def _file(path: str | None) -> dict[str, Any]:
 
 
 def _unknown(key: str) -> str:
-    (nearest,) = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0) or [""]
-    alike = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
-    return f"unknown key {key!r}; the nearest is {nearest!r}" + ("" if alike else f", of {', '.join(KEYS)}")
+    alike = difflib.get_close_matches(key, [*KEYS, *ELSEWHERE], n=1)
+    if not alike:
+        return f"unknown key {key!r}; known are {', '.join(KEYS)}"
+    return f"unknown key {key!r}; the nearest is {ELSEWHERE.get(alike[0], alike[0])!r}"
 
 
 def _value(key: str, word: str | bool) -> Any:

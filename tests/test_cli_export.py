@@ -77,3 +77,16 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: Any) -> None
         assert main(["export", *args]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_was_read_from_a_gguf_file_is_written(tmp_path: Path) -> None:
+    """A module whose blocks were unpacked, which transformers still takes for packed and does not write."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    module = transformers.LlamaForCausalLM(config).eval()
+    module.hf_quantizer = object()
+    module.config.quantization_config = {"quant_method": "gguf"}
+    model, params = fcp.huggingface.functional(module)
+    fcp.huggingface.save(tmp_path, model, params)
+    _, again = fcp.huggingface.functional(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(pytree.leaves(params), pytree.leaves(again), strict=True))

@@ -196,6 +196,13 @@ def test_a_second_interrupt_ends_it(here: Path, monkeypatch: pytest.MonkeyPatch)
         run("train", "run.toml")
 
 
+LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fcp")
+
+
+def _env(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder))), "OMP_NUM_THREADS": "1"}
+
+
 def _until(holds: Callable[[], bool], process: Any) -> None:
     for _ in range(1200):
         if holds():
@@ -208,12 +215,10 @@ def _until(holds: Callable[[], bool], process: Any) -> None:
 def test_processes_train_stop_and_go_on_elsewhere(here: Path) -> None:
     """Ranks that stop at different steps and wait for each other; rows that two ranks of fsdp both take; a state that
     one process cannot go on with."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(here))), "OMP_NUM_THREADS": "1"}
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fcp")
     same = ("train", "run.toml", "--schedule", "constant")
     words = (*same, "--steps", "9999", "--fsdp", "2", "--accumulate", "2", "--distributed")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process: Any = subprocess.Popen([*launcher, *words], env=env, cwd=here, **pipes)
+    process: Any = subprocess.Popen([*LAUNCHER, *words], env=_env(here), cwd=here, **pipes)
     log = here / "run" / "log.jsonl"
     _until(lambda: log.exists() and log.read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGTERM)
@@ -301,6 +306,19 @@ def test_perplexity_is_the_same_on_every_mesh(here: Path, capsys: pytest.Capture
         assert found["num_targets"] == alone["num_targets"]
 
 
+def test_perplexity_on_processes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An axis that is simulated in each process, or whose ranks all speak; a last batch that they do not divide."""
+    Path("text.txt").write_text(Path(TEXT).read_text()[:300])
+    alone = evaluated(capsys, "--text", "text.txt")
+    words = ("eval", "train_targets:small", "--text", "text.txt", "--seq", "13", "--dtype", "float64", "--json")
+    command = (*LAUNCHER, *words, "--fsdp", "2", "--batch", "6", "--distributed")
+    done = subprocess.run(command, env=_env(here), cwd=here, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["mesh"] == {"fsdp": 2} and found["num_targets"] == alone["num_targets"]
+    assert abs(found["loss"] - alone["loss"]) / alone["loss"] < FLOAT64
+
+
 def test_perplexity_of_trained_parameters(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--trained accepted and the parameters before training evaluated."""
     assert run("train", "run.toml", "--steps", 8) == 0
@@ -356,7 +374,8 @@ def test_a_flag_wins(here: Path) -> None:
 
 
 REFUSED = {
-    "an unknown key": ('learning_rate = 1e-3\n"lr" = 1', (), "unknown key 'learning_rate'; the nearest is"),
+    "an unknown key": ('learning_rate = 1e-3\n"lr" = 1', (), "unknown key 'learning_rate'; the nearest is 'lr'"),
+    "a key like nothing": ("zzz = 1", (), "unknown key 'zzz'; known are target, checkpoint"),
     "a key nearly right": ("sqe = 3", (), "unknown key 'sqe'; the nearest is 'seq'"),
     "several at once": ("sqe = 3\nbach = 4\nkeep = -1", (), "keep = -1 must be a whole number, 1 or more"),
     "a text for a number": ('keep = "3"', (), "keep = '3' must be a whole number, 1 or more"),

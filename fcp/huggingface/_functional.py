@@ -110,7 +110,11 @@ def save(folder: str | Path, model: Model, params: Params) -> None:
         raise ValueError("huggingface.save: the model is not of huggingface.functional; its family's file has a save")
     named = dict(zip(pytree.paths(params), pytree.leaves(params), strict=True))
     check_tensors(folder, {name: tuple(x.shape) for name, x in apply.skeleton.parameters().items()}, named)
-    apply.skeleton.with_parameters(named).save_pretrained(str(folder))
+    written = apply.skeleton.with_parameters(named)
+    written.hf_quantizer = None  # of a GGUF file, whose blocks are unpacked: what is written are floats
+    if hasattr(written.config, "quantization_config"):
+        del written.config.quantization_config
+    written.save_pretrained(str(folder))
 
 
 def _check(module: Any) -> None:
