@@ -56,30 +56,31 @@ CONSTANTS = {"LOCAL": "ops", "IGNORED": "typing", "Params": "typing", "Rule": "t
 """Values, which do not say where they are from: the modules that do."""
 
 
-def room_of(name: str) -> str:
-    """The title of the page that a name of `fcp.__all__` is on.
+def room_of(name: str) -> tuple[str, int]:
+    """The title of the page that a name of `fcp.__all__` is on, and which of the page's modules defines it.
 
     Raises:
         ValueError: its module is on no page.
     """
     value = getattr(fcp, name)
     if isinstance(value, ModuleType):
-        return f"fcp.{name}"
+        return f"fcp.{name}", 0
     module = CONSTANTS.get(name) or inspect.unwrap(value).__module__.removeprefix("fcp.")
     if module.partition(".")[0] in fcp.__all__:
-        return f"fcp.{module.partition('.')[0]}"
+        return f"fcp.{module.partition('.')[0]}", 0
     for title, (_, modules) in PAGES.items():
-        if any(module == each or module.startswith(f"{each}.") for each in modules):
-            return title
+        for index, each in enumerate(modules):
+            if module == each or module.startswith(f"{each}."):
+                return title, index
     raise ValueError(f"docs: fcp.{name} is of fcp.{module}, which is on no page; add it to PAGES in docs/_api.py")
 
 
 def pages() -> dict[str, list[str]]:
-    """Title to the full names on that page, each once."""
+    """Title to the full names on that page, each once, in the order of the page's modules."""
     found: dict[str, list[str]] = {title: [] for title in PAGES}
-    for name in fcp.__all__:
+    for name in sorted(fcp.__all__, key=lambda name: room_of(name)[1]):
         value = getattr(fcp, name)
-        here = found.setdefault(room_of(name), [])
+        here = found.setdefault(room_of(name)[0], [])
         if isinstance(value, ModuleType):
             here += [f"fcp.{name}.{each}" for each in value.__all__ if each not in fcp.__all__]
         else:
@@ -116,29 +117,31 @@ def _page(title: str, names: list[str]) -> str:
 
 
 def _entry(name: str) -> str:
+    module, _, last = name.rpartition(".")
     value: Any = fcp
     for part in name.split(".")[1:]:
         value = getattr(value, part)
-    if inspect.isclass(value):
+    if inspect.isclass(value) and last not in CONSTANTS:
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
         return f"\n.. {kind}:: {name}\n"
     if inspect.isroutine(inspect.unwrap(value)):
         return f"\n.. autofunction:: {name}\n"
-    module, _, last = name.rpartition(".")
     defined = f"fcp.{CONSTANTS[last]}" if last in CONSTANTS else module
     said = ModuleAnalyzer.for_module(defined).find_attr_docs().get(("", last), [])
     return f"\n.. py:data:: {name}\n\n   {' '.join(said).strip()}\n"
 
 
 def to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """A docstring as reStructuredText, in place.
+    """A docstring as reStructuredText with Google's sections, in place; napoleon reads the sections after it.
 
-    Fences, and in a module's note what is indented, become literal blocks; in prose, signs that would be markup are
-    escaped.
+    Fences, and in a module's note what is indented, become literal blocks. In prose, signs that would be markup are
+    escaped. `a, b: text` of a list of arguments becomes an entry for each.
     """
+    if lines and lines[0] == type.__call__.__doc__:  # inherited, and says nothing
+        lines.clear()
     made: list[str] = []
     where = "prose"
-    for line in lines:
+    for line in _one_entry_each(lines):
         if line.lstrip().startswith("```"):
             where = "prose" if where == "fence" else "fence"
             made += ["", ".. code-block:: text", ""] if where == "fence" else [""]
@@ -155,11 +158,59 @@ def to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
             made += ["::", ""]
         elif where == "table" and line.strip() and not line.startswith("    "):
             where = "prose"
+        if made and made[-1].strip() == "Returns:":  # no type stands before the first colon of what is returned
+            line = re.sub(r"(?=\S)", ": ", line, count=1)
         made.append(_escaped(line) if where == "prose" else line)
     lines[:] = made
 
 
+def keep_properties(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """A property's docstring as it is: napoleon takes what stands before a colon in it for a type."""
+    if what == "property":
+        lines[:] = [_escaped(line) for line in (inspect.getdoc(obj) or "").splitlines()]
+
+
+def short_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """A signature that Sphinx could not parse (a default is a function, say), without its modules."""
+    if signature is not None and "~" in signature:
+        signature = re.sub(r"<(?:function|class) [^,)]*>", "...", signature)
+        signature = re.sub(r"~?\b(?:[a-z_]\w*\.)+(\w+)", r"\1", signature)
+    return signature, returns
+
+
+def _one_entry_each(lines: list[str]) -> list[str]:
+    made: list[str] = []
+    names: list[str] = []
+    block: list[str] = []
+
+    def close() -> None:
+        for name in names:
+            made.extend([f"    {name}: {block[0]}", *block[1:]])
+        names.clear()
+
+    for line in lines:
+        found = re.fullmatch(r"    (\w+(?:, \w+)+): (.*)", line)
+        if names and not found and line.startswith("     "):
+            block.append(line)
+            continue
+        close()
+        if found:
+            names[:], block[:] = found[1].split(", "), [found[2]]
+        else:
+            made.append(line)
+    close()
+    return made
+
+
 def _escaped(line: str) -> str:
-    """Stars and bars outside of backticks, which in prose are products, options and absolute values."""
+    """Stars and bars outside of backticks, which are products, options and absolute values but for `*emphasis*`."""
     parts = line.split("`")
-    return "`".join(part if index % 2 else re.sub(r"([*|])", r"\\\1", part) for index, part in enumerate(parts))
+    for index in range(0, len(parts), 2):
+        parts[index] = re.sub(r"(?<![\w*])(\*\w[\w ]*\*)(?![\w*])|([*|])", _keep_or_escape, parts[index])
+    return "`".join(parts)
+
+
+def _keep_or_escape(match: re.Match[str]) -> str:
+    return match[1] or f"\\{match[2]}"

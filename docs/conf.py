@@ -37,12 +37,13 @@ myst_heading_anchors = 3
 
 default_role = "code"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
-autodoc_typehints = "none"
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Args, Raises", "notes_style")]
 toc_object_entries_show_parents = "hide"
@@ -51,9 +52,12 @@ html_theme = "furo"
 html_title = "fcp"
 html_static_path = ["_static"]
 html_css_files = ["fcp.css"]
+html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False
 
 
 def setup(app):  # noqa: ANN001, ANN201
     app.connect("autodoc-process-docstring", _api.to_rest, priority=400)  # before napoleon, which reads sections
+    app.connect("autodoc-process-docstring", _api.keep_properties, priority=600)
+    app.connect("autodoc-process-signature", _api.short_signature)

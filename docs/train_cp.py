@@ -21,7 +21,7 @@ TEXT = Path(__file__).resolve().parent.parent / "data" / "us-declaration.txt"
 
 
 def rows_at(step: int, group: int, *, rows: int = 2, seq: int = 96) -> torch.Tensor:
-    """The rows [rows, seq] of one group at one step: of the step and the group alone, so that its ranks agree."""
+    """The rows [rows, seq] of one group: a function of step and group alone, so that its ranks agree."""
     text = torch.tensor(list(TEXT.read_bytes())).clamp(max=127)
     order = torch.randperm(len(text) // seq, generator=torch.Generator().manual_seed(step))
     mine = order[group * rows : (group + 1) * rows].tolist()
@@ -33,7 +33,8 @@ def train(cp: int, steps: int = 10) -> list[float]:
     groups = int(os.environ["WORLD_SIZE"]) // cp
     mesh = init_device_mesh("cpu", (groups, cp), mesh_dim_names=("fsdp", "cp"))
     model = llama.tiny(vocab_size=128, max_position_embeddings=96)
-    sharded = fcp.transform(model, cp=cp, fsdp=groups, mesh=mesh, rows="own" if groups > 1 else "all")
+    rows = "own" if groups > 1 else "all"
+    sharded = fcp.transform(model, cp=cp, fsdp=groups, mesh=mesh, rows=rows)
 
     adamw = fcp.optimizer(torch.optim.AdamW, lr=3e-3)
     step = fcp.train_step(sharded, adamw, max_norm=1.0)
@@ -53,5 +54,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     losses = train(args.cp, args.steps)
     if dist.get_rank() == 0:
-        print("\n".join(f"step {index}  loss {loss:.6f}" for index, loss in enumerate(losses)))
+        for index, loss in enumerate(losses):
+            print(f"step {index}  loss {loss:.6f}")
     dist.destroy_process_group()
