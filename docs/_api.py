@@ -2,12 +2,12 @@
 
 Problem. A list of names kept by hand lacks the newest one, and shows one that is gone.
 
-Idea. Where a name is defined says what it is about, so a page is a set of modules (`PAGES`), and a public name goes to the
-page of the module that defines it. A module of `fcp.__all__` (`masks`, `huggingface`) has a page of its own, with the
-names of its own `__all__`. A name whose module is on no page is an error, here and in the tests.
+Idea. Where a name is defined says what it is about, so a page is a set of modules (`PAGES`), and a public name goes to
+the page of the module that defines it. A module of `fcp.__all__` (`masks`, `huggingface`) has a page of its own, with
+the names of its own `__all__`. A name whose module is on no page is an error, here and in the tests.
 
-Docstrings are written for a reader of the source: Markdown's fences and single backticks, tables by indentation. `to_rest`
-makes of them what Sphinx reads.
+Docstrings are written for a reader of the source: Markdown's fences and single backticks, tables by indentation.
+`to_rest` makes of them what Sphinx reads.
 """
 
 import inspect

@@ -8,12 +8,14 @@ that they were committed with; `nox -s notebooks` executes them), the pages of t
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 import _api  # noqa: E402
+
 import fcp  # noqa: E402
 
 for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -57,7 +59,7 @@ html_copy_source = False
 html_show_sourcelink = False
 
 
-def setup(app):  # noqa: ANN001, ANN201
+def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _api.to_rest, priority=400)  # before napoleon, which reads sections
     app.connect("autodoc-process-docstring", _api.keep_properties, priority=600)
     app.connect("autodoc-process-signature", _api.short_signature)

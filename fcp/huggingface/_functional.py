@@ -51,8 +51,8 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         skip_proof: split the sequence without proof that each position outside attention stands for itself.
 
     Returns:
-        (model, params). The model is an `fcp.Model`, whose rules are those of transformers' tensor-parallel plan, proven
-        when tp first asks for them; None where the module carries no plan. The parameters are the module's, by
+        (model, params). The model is an `fcp.Model`, whose rules are those of transformers' tensor-parallel plan,
+        proven when tp first asks for them; None where the module carries no plan. The parameters are the module's, by
         transformers' names (they share its memory). Tied weights are one leaf.
 
     Raises:
