@@ -21,7 +21,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 ROOT = Path(__file__).parent
 SHARED = ROOT / ".nox" / "shared"
 PYTHON = str(SHARED / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-FILES = ("fcp", "models", "tests", "benchmarks", "noxfile.py")
+FILES = ("fcp", "models", "tests", "benchmarks", "docs", "noxfile.py")
 
 
 def environment(session: nox.Session) -> None:
@@ -129,6 +129,12 @@ def notebooks(session: nox.Session) -> None:
             *("-m", "nbconvert", "--to", "notebook", "--execute", str(path)),
             *("--output-dir", session.create_tmp()),
         )
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, into docs/_build/html; a warning is an error. Lessons are shown with the outputs they have."""
+    run(session, "-m", "sphinx", "-W", "--keep-going", "-E", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session

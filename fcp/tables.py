@@ -62,7 +62,8 @@ EVERY = 5.0
 def render(renderable: Any, width: int = 100) -> str:
     """A rich renderable as plain text."""
     out = StringIO()
-    Console(file=out, width=width, color_system=None).print(renderable)
+    # force_jupyter: a Console that finds itself in Jupyter displays what it is to print, whatever the file.
+    Console(file=out, width=width, color_system=None, force_jupyter=False).print(renderable)
     return out.getvalue().rstrip("\n")
 
 

@@ -144,4 +144,7 @@ class Expert:
 
 
 Rule = Split | Replicated | Shared | Expert
+"""How one leaf may be split: `Split`, `Replicated`, `Shared` or `Expert`."""
+
 Rules = Mapping[str, Rule]
+"""Path patterns (`model.layers.*.self_attn.q_proj.weight`) to the rule of the leaves that match."""

@@ -209,6 +209,13 @@ def test_a_picture_displays_itself_in_a_notebook():
     assert shown["text/html"].count("█") >= 21
 
 
+def test_a_table_in_jupyter_is_text_where_text_is_asked_for(monkeypatch):
+    """A report that a notebook shows twice: rich displays what it was asked to render, and the text is left empty."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *shown: pytest.fail("displayed"))
+    assert "grad leaf.0" in tables.render(found(0.5).__rich__())
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 

@@ -51,9 +51,9 @@ def functional(module: Any, *, dtype: torch.dtype | None = None, skip_proof: boo
         skip_proof: split the sequence without proof that each position outside attention stands for itself.
 
     Returns:
-        model: an `fcp.Model`; (params, batch) -> Output(loss, logits). Its rules are those of transformers'
-            tensor-parallel plan, proven when tp first asks for them; None where the module carries no plan.
-        params: the module's parameters by transformers' names (they share its memory). Tied weights are one leaf.
+        (model, params). The model is an `fcp.Model`, whose rules are those of transformers' tensor-parallel plan,
+        proven when tp first asks for them; None where the module carries no plan. The parameters are the module's, by
+        transformers' names (they share its memory). Tied weights are one leaf.
 
     Raises:
         ValueError: no causal language model, one in training mode with a dropout above zero, or a module that cannot
