@@ -86,7 +86,8 @@ def _write_file(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
     with _Hashed(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for block in blocks:
-            file.write(memoryview(block.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            entries: Any = block.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            file.write(memoryview(entries))
     return {"bytes": 8 + len(text) + end, "sha256": file.sha256.hexdigest()}
 
 
