@@ -79,19 +79,16 @@ def torch_load(kind: str, folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def cleared(folder: Path, save: Callable[[], object]) -> Callable[[], object]:
-    """A save into a folder that is empty each time; removing it is not timed by either side's doing."""
+    """A save into a folder that is empty each time; removing what was there is timed on both sides."""
 
     def run() -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
         if dist.is_initialized():
             dist.barrier()
         save()
 
-    def whole() -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        run()
-
-    return whole
+    return run
 
 
 def actions(folder: Path, sharded: fcp.Transformed, state: fcp.TrainState) -> dict[str, Callable[[], object]]:

@@ -5,49 +5,49 @@ holds of it is not always one rectangle: of a fused matrix it has a slice of eac
 
 Idea. torch.distributed.checkpoint knows a tensor as rectangular chunks with offsets, and reads any rectangle from
 whichever chunks meet it. So what a process has is said in those words, a `Block` at a time, computed by `_layout.py`.
-Where every block lies and which process writes it is arithmetic, so there is no plan to exchange: the storage's own
-`write_data` and `read_data` are called with the blocks at hand, in any thread, and nothing waits for another process.
-What is written is torch's format, and `dcp.load` with a `HuggingFaceStorageReader` reads it.
+Where every block lies and which process writes it is arithmetic, so there is no plan to exchange, and nothing waits for
+another process. Files are read by torch's `HuggingFaceStorageReader`, and are what its `HuggingFaceStorageWriter`
+writes: `dcp.load` reads them too, which a test holds. That writer itself puts a file together in memory, two copies of
+all that a process has (three times torch's other storage's peak). Here the entries go from where they are to the disk,
+their checksum computed meanwhile, and all files are forced to it together, when it has been busy with them for a while.
 
-The storage puts a file together in memory before it writes it, and maps one that it reads. So a process's blocks go
-into many files, and long ones are cut: what it holds beside its shards is some 64th of them. A file has one block of a
-leaf (its chunks have the leaf's name). Checksums are computed while the bytes are written, and all files are forced to
-the disk together, which has been busy with them meanwhile.
+A file has one block of a leaf, since its chunks have the leaf's name. The reader maps a file that it reads, so long
+blocks are cut: what a process holds beside its shards is some 64th of them.
 
 Left out: scalars, which are in state.json; and every other storage of torch's, whose metadata is a pickle.
 """
 
 import hashlib
 import io
+import json
 import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fcp.checkpoint._state import Block
+from fcp.checkpoint._state import CODES, Block
 
 __all__ = ["Stored", "read_blocks", "stored", "write_blocks"]
 
 FILES, FILE_BYTES = 64, 16 * 2**20
 """How many files a process writes, about, and the least that makes another one worth it."""
+
+HASHED_BESIDE = 2**18
+"""Bytes from which on it is worth a thread."""
 
 Facts = dict[str, dict[str, Any]]
 
@@ -57,17 +57,38 @@ Facts = dict[str, dict[str, Any]]
 
 def write_blocks(folder: Path, number: int, count: int, blocks: Sequence[Block]) -> Facts:
     """Writes process `number`'s blocks (of `count` processes) into `folder`; each file's bytes and sha256, by name."""
-    digests = _Digests()
+    facts: Facts = {}
     for index, chosen in enumerate(_files(blocks)):
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        writer.fs, writer.sync_files = digests, False
-        writer.set_up_storage_writer(is_coordinator=number == 0)
-        plan = SavePlan([_item(block) for block in chosen], storage_data={"shard_index": index * count + number + 1})
-        writer.write_data(plan, cast(Any, _From({block.name: block for block in chosen}))).wait()
-    for name in digests.found:
+        name = f"shard-{index * count + number + 1:05d}-model-00001-of-00001.safetensors"
+        facts[name] = _write_file(folder / name, chosen)
+    for name in facts:
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
-    return digests.found
+    return facts
+
+
+def _write_file(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
+    """One safetensors file, with the offsets of its chunks as torch's storage has them; its bytes and sha256."""
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": json.dumps({block.name: {"saved_offsets": block.offsets} for block in blocks}),
+            "DCP_VERSION": "1.0",
+            "format": "pt",
+        }
+    }
+    end = 0
+    for block in blocks:
+        start, end = end, end + _bytes(block)
+        about = {"dtype": CODES[block.values.dtype], "shape": list(block.values.shape), "data_offsets": [start, end]}
+        header[block.name] = about
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with _Hashed(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for block in blocks:
+            entries: Any = block.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            file.write(memoryview(entries))
+    return {"bytes": 8 + len(text) + end, "sha256": file.sha256.hexdigest()}
 
 
 def _files(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -96,55 +117,23 @@ def _cut(block: Block, most: int) -> Iterator[Block]:
         yield replace(block, offsets=offsets, values=block.values[first : first + rows])
 
 
-def _item(block: Block) -> WriteItem:
-    offsets = torch.Size(block.offsets)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets, block.values.shape),
-        properties=TensorProperties(dtype=block.values.dtype),
-        size=torch.Size(block.shape),
-    )
-    return WriteItem(MetadataIndex(block.name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-class _From:
-    """What of a SavePlanner the storage asks for when it writes."""
-
-    def __init__(self, blocks: Mapping[str, Block]) -> None:
-        self._blocks = blocks
-
-    def resolve_data(self, item: WriteItem) -> Tensor:
-        return self._blocks[item.index.fqn].values.detach().contiguous()
-
-
-class _Digests(FileSystem):
-    """torch's file system, which remembers of each file that it writes how long it is and its checksum."""
-
-    def __init__(self) -> None:
-        self.found: Facts = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        with _Hashed(path) as stream:
-            yield stream
-        self.found[Path(path).name] = {"bytes": stream.written, "sha256": stream.sha256.hexdigest()}
-
-
 class _Hashed(io.BufferedWriter):
     """A file whose checksum is computed beside the writing of it."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self.sha256, self.written = hashlib.sha256(), 0
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
+        if len(data) < HASHED_BESIDE:
+            self.sha256.update(data)
+            return super().write(data)
         hashing = threading.Thread(target=self.sha256.update, args=(data,))
         hashing.start()
         try:
-            written = super().write(data)
+            return super().write(data)
         finally:
             hashing.join()
-        self.written += written
-        return written
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

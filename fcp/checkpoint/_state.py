@@ -28,16 +28,23 @@ from fcp._transformed import Transformed
 from fcp.sharded import Placement, base_model
 from fcp.typing import Params
 
-__all__ = ["Block", "Contents", "Wanted", "contents_of", "params_of", "state_of", "wanted_of"]
+__all__ = ["CODES", "Block", "Contents", "Wanted", "contents_of", "params_of", "state_of", "wanted_of"]
 
 PARAMS, MOMENTS = "params.", "moments."
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    )
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
+"""What can be stored, and what safetensors calls it."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def contents_of(sharded: Transformed, state: TrainState, extra: Mapping[str, Any
             if path not in held or "." in kind:
                 raise ValueError(f"checkpoint.save: the optimizer keeps {kind} of {path}, which is no parameter")
             named[f"{MOMENTS}{kind}.{path}"] = (x, _lies(tuple(x.shape), held[path], f"{kind} of {path}"))
-    odd = [f"{name} is {x.dtype}" for name, (x, _) in named.items() if x.dtype not in DTYPES.values()]
+    odd = [f"{name} is {x.dtype}" for name, (x, _) in named.items() if x.dtype not in CODES]
     if odd:
         raise ValueError(f"checkpoint.save: {'; '.join(odd[:8])}; stored are {', '.join(DTYPES)}")
     scalars, mine = {}, []
