@@ -5,10 +5,13 @@ than everything else of a small model's step.
 
 Idea. The loss needs three numbers a token, not its logits: their maximum, the sum of exponentials, the target's logit.
 Forward makes the logits of one tile, reads these off and drops them. Backward makes them again, turns them into their
-gradient in place, and multiplies that with the table and the hidden states at once. One product more than the plain
-loss has, for memory that does not grow with the number of tokens; what is saved by not touching it pays for most of
-the product. (Making the gradient in the forward pass, as others do, saves that product too, but needs the whole
-normaliser then: not there where the vocabulary is split, and wasted where nothing is differentiated.)
+gradient in place, and multiplies that with the table and the hidden states at once: one product of three more than the
+plain loss has.
+
+Where one process has the whole vocabulary, that product is spared (`tiled_total`). The sum of the losses has one
+cotangent, a number, so while a tile's logits are there its gradient is made as for 1, and backward multiplies. That
+needs the whole normaliser at once, which slices of a vocabulary do not have, and one cotangent, which simulated ranks
+need not share; there, and where nothing is differentiated, the first way is gone.
 
 Where the vocabulary is split, each rank has the three numbers of its slice. They are reduced as in `loss.py`: one
 maximum and one sum for all tokens, not one a tile.
@@ -25,15 +28,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._C._functorch as _functorch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from fcp._function import Function
 from fcp._kept import once
+from fcp.axes import batched
 from fcp.typing import IGNORED
 
-__all__ = ["TILE_ENTRIES", "in_tiles", "tiled_losses"]
+__all__ = ["TILE_ENTRIES", "in_tiles", "tiled_losses", "tiled_total"]
 
 TILE_ENTRIES = 2**25
 """Logits in a tile where nobody says how many tokens it has (128 MB in float32); fewer logits in all are not tiled."""
@@ -107,6 +112,37 @@ def tiled_losses(
     return torch.where(keep, losses, 0.0)
 
 
+def tiled_total(
+    hidden: Float[Tensor, "*tokens width"],
+    table: Float[Tensor, "vocab width"],
+    targets: Int[Tensor, "*tokens"],
+    *,
+    tile: int | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, ""]:
+    """The sum of `tiled_losses` over a whole vocabulary; the arguments are those.
+
+    Raises:
+        ValueError: when a second derivative is taken.
+    """
+    if any(batched(x) for x in (hidden, table, targets)) or not (_followed(hidden) or _followed(table)):
+        return tiled_losses(hidden, table, targets, tile=tile, softcap=softcap).sum()
+    beyond = targets >= table.shape[0]
+    column = torch.where((targets == IGNORED) | beyond, NOWHERE, targets).reshape(1, -1)
+    spec = _Spec(tile, softcap)
+    total, _, _ = _TiledTotal.apply(hidden.flatten(0, -2).unsqueeze(0), table.unsqueeze(0), column, spec)
+    return torch.where(beyond.any(), torch.inf, total)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether a derivative in `x` may be taken: by torch.func at any level, or by autograd."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 # --- one tile ---------------------------------------------------------------------------------------------------------
 
 
@@ -155,47 +191,46 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     peak, total, picked = (column.new_empty(column.shape, dtype=_wide(hidden)) for _ in range(3))
     for group, rows in _tiles(hidden, table, spec):
-        found = _sums_of_tile(hidden[group, rows], table[group], column[group, rows], _at(limit, group), spec)
+        scores = _scores(hidden[group, rows], table[group], spec)
+        found = _sums_of_tile(scores, column[group, rows], _at(limit, group))
         peak[group, rows], total[group, rows], picked[group, rows] = found
+        del scores  # a tile's logits are gone before the next one's are made
     return peak, total, picked
 
 
-def _sums_of_tile(
-    hidden: Tensor, table: Tensor, column: Tensor, limit: Tensor | None, spec: _Spec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A function of its own, so that a tile's logits are gone before the next one's are made."""
-    scores = _scores(hidden, table, spec).to(_wide(hidden))
+def _sums_of_tile(scores: Tensor, column: Tensor, limit: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    wide = scores.to(_wide(scores))
     if limit is not None:
-        scores.masked_fill_(_padding(limit, scores), -math.inf)
-    peak = torch.where(column == NOWHERE, 0.0, scores.amax(-1))
-    picked = scores.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    total = scores.sub_(_finite(peak).unsqueeze(-1)).exp_().sum(-1)
+        wide = wide.masked_fill(_padding(limit, wide), -math.inf)
+    peak = torch.where(column == NOWHERE, 0.0, wide.amax(-1))
+    picked = wide.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    total = (wide - _finite(peak).unsqueeze(-1)).exp_().sum(-1)
     return peak, torch.where(column == NOWHERE, 1.0, total), torch.where(column >= 0, picked, 0.0)
 
 
-def _add_gradient_of_tile(
-    d_table: Tensor,
+def _gradient_of_tile(
+    scores: Tensor,
     g_total: Tensor,
     g_picked: Tensor,
-    hidden: Tensor,
-    table: Tensor,
     column: Tensor,
     limit: Tensor | None,
     peak: Tensor,
     spec: _Spec,
 ) -> Tensor:
-    """The gradient of `hidden`; that of the table is added to `d_table`."""
-    scores = _scores(hidden, table, spec)
+    """The gradient of the logits before their cap, in their place where that can be."""
     slope = None if spec.softcap is None else 1 - (scores / spec.softcap).square_()
-    g = scores.to(_wide(hidden)).sub_(_finite(peak).unsqueeze(-1)).exp_().mul_(g_total.unsqueeze(-1))
+    g = scores.to(_wide(scores)).sub_(_finite(peak).unsqueeze(-1)).exp_().mul_(g_total.unsqueeze(-1))
     g_picked = torch.where(column >= 0, g_picked, 0.0)
     g.scatter_add_(-1, column.clamp(min=0).unsqueeze(-1), g_picked.unsqueeze(-1))
     g.masked_fill_((column == NOWHERE).unsqueeze(-1), 0.0)
     if limit is not None:
         g.masked_fill_(_padding(limit, g), 0.0)
-    g = g.to(hidden.dtype)
-    if slope is not None:
-        g.mul_(slope)
+    g = g.to(scores.dtype)
+    return g if slope is None else g.mul_(slope)
+
+
+def _to_operands(g: Tensor, hidden: Tensor, table: Tensor, d_table: Tensor) -> Tensor:
+    """The gradient of a tile's `hidden`; that of the table is added to `d_table`."""
     if d_table.dtype == g.dtype:
         d_table.addmm_(g.mT, hidden)
     else:
@@ -204,6 +239,12 @@ def _add_gradient_of_tile(
 
 
 # --- the Function and its gradient ------------------------------------------------------------------------------------
+
+
+_FIRST_ONLY = (
+    "loss: a second derivative through the loss in tiles, which has the first alone. The plain loss has every order: "
+    "fcp.transform(..., logits=True), or Ops.loss with logits=True."
+)
 
 
 class _TiledSums(Function):
@@ -263,17 +304,11 @@ class _TiledGradient(Function):
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         d_table = table.new_zeros(table.shape, dtype=_wide(table))  # a sum over many tiles
         for group, rows in _tiles(hidden, table, spec):
-            d_hidden[group, rows] = _add_gradient_of_tile(
-                d_table[group],
-                g_total[group, rows],
-                g_picked[group, rows],
-                hidden[group, rows],
-                table[group],
-                column[group, rows],
-                _at(limit, group),
-                peak[group, rows],
-                spec,
-            )
+            scores = _scores(hidden[group, rows], table[group], spec)
+            of_tile = (x[group, rows] for x in (g_total, g_picked, column))
+            g = _gradient_of_tile(scores, *of_tile, _at(limit, group), peak[group, rows], spec)
+            d_hidden[group, rows] = _to_operands(g, hidden[group, rows], table[group], d_table[group])
+            del scores, g
         return d_hidden, d_table.to(table.dtype)
 
     @staticmethod
@@ -282,10 +317,7 @@ class _TiledGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        raise ValueError(
-            "loss: a second derivative through the loss in tiles, which has the first alone. The plain loss has every "
-            "order: fcp.transform(..., logits=True), or Ops.loss with logits=True."
-        )
+        raise ValueError(_FIRST_ONLY)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *operands: Any) -> tuple[Any, Any]:
@@ -293,6 +325,55 @@ class _TiledGradient(Function):
         folded = [_into_groups(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims, strict=False)]
         found = _TiledGradient.apply(*folded, spec)
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+
+
+class _TiledTotal(Function):
+    """(hidden [1, rows, width], table [1, vocab, width], column [1, rows], spec) -> (the sum of the losses, and its
+    gradients of hidden and table, which are only kept for backward)."""
+
+    @staticmethod
+    def forward(hidden: Tensor, table: Tensor, column: Tensor, spec: _Spec) -> tuple[Tensor, Tensor, Tensor]:
+        d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        d_table = table.new_zeros(table.shape, dtype=_wide(table))
+        losses = column.new_empty(column.shape, dtype=_wide(hidden))
+        for group, rows in _tiles(hidden, table, spec):
+            here = column[group, rows]
+            scores = _scores(hidden[group, rows], table[group], spec)
+            peak, total, picked = _sums_of_tile(scores, here, None)
+            losses[group, rows] = torch.where(here == NOWHERE, 0.0, torch.log(total) + peak - picked)
+            g = _gradient_of_tile(scores, 1 / total, -torch.ones_like(total), here, None, peak, spec)
+            d_hidden[group, rows] = _to_operands(g, hidden[group, rows], table[group], d_table[group])
+            del scores, g
+        return losses.sum(), d_hidden, d_table.to(table.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, table, *_ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(hidden, table, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        return *_Scaled.apply(g, *unwrap_dead_wrappers(ctx.saved_tensors)), None, None
+
+
+class _Scaled(Function):
+    """(g, hidden, table, d_hidden, d_table) -> (g d_hidden, g d_table); of the first two only whether they are followed
+    counts, so that a second derivative is noticed."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(g: Tensor, hidden: Tensor, table: Tensor, d_hidden: Tensor, d_table: Tensor) -> tuple[Tensor, Tensor]:
+        return (d_hidden * g).to(d_hidden.dtype), (d_table * g).to(d_table.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        raise ValueError(_FIRST_ONLY)
 
 
 def _into_groups(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from fcp._attention import attention
 from fcp._experts import experts
 from fcp._grouped import ExpertFn
 from fcp._linear import linear
-from fcp._tiled_loss import in_tiles, tiled_losses
+from fcp._tiled_loss import in_tiles, tiled_total
 from fcp.loss import cap, token_losses
 from fcp.masks import Mask
 from fcp.typing import Params
@@ -124,7 +124,7 @@ def _loss(
     tile: int | None = None,
 ) -> tuple[Float[Tensor, ""] | None, Float[Tensor, "batch seq vocab"] | None]:
     if in_tiles(hidden, table, logits, tile) and table is not None and targets is not None:
-        return tiled_losses(hidden, table, targets, tile=tile, softcap=softcap).sum(), None
+        return tiled_total(hidden, table, targets, tile=tile, softcap=softcap), None
     scores = cap(hidden if table is None else linear(hidden, table), softcap)
     total = None if targets is None else token_losses(scores, targets).sum()
     return total, (scores if logits else None)

@@ -115,6 +115,32 @@ def test_a_target_outside_the_vocabulary_is_no_plausible_loss() -> None:
     assert float(losses[0, 0]) == float("inf") and bool(losses.flatten()[1:].isfinite().all())
 
 
+@pytest.mark.parametrize(
+    "way", [torch.func.grad, lambda fn: lambda x: fcp.value_and_grad(fn)(x)[1]], ids=["func", "fcp"]
+)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_gradient_that_forward_makes(softcap: float | None, way: Any) -> None:
+    """A cotangent that is not multiplied in; a gradient of the losses, where that of their sum is made with it."""
+    hidden, table, targets = problem()
+
+    def weighed(loss: Loss) -> Callable[..., Tensor]:
+        return lambda params: 3 * loss(*params, targets, softcap=softcap) - 2
+
+    def summed(*operands: Any, **options: Any) -> Tensor:
+        return plain(*operands, **options).sum()
+
+    wanted = way(weighed(summed))((hidden, table))
+    for tile in (1, 3, 100):
+
+        def total(*operands: Any, tile: int = tile, **options: Any) -> Tensor:
+            return _tiled_loss.tiled_total(*operands, tile=tile, **options)
+
+        assert fcp.relative_error(summed(hidden, table, targets), total(hidden, table, targets)) < FLOAT64
+        assert worst(wanted, way(weighed(total))((hidden, table))) < FLOAT64
+    targets[0, 0] = VOCAB
+    assert float(total(hidden, table.requires_grad_(), targets).detach()) == float("inf")
+
+
 # --- slices of the vocabulary -----------------------------------------------------------------------------------------
 
 
@@ -204,8 +230,12 @@ def test_a_second_derivative_is_refused() -> None:
     def squared(x: Tensor) -> Tensor:
         return grad(lambda x: tiled_losses(x, table, targets).sum())(x).square().sum()
 
-    with pytest.raises(ValueError, match=r"second derivative through the loss in tiles.*logits=True"):
-        grad(squared)(hidden)
+    def squared_total(x: Tensor) -> Tensor:
+        return grad(lambda x: _tiled_loss.tiled_total(x, table, targets))(x).square().sum()
+
+    for fn in (squared, squared_total):
+        with pytest.raises(ValueError, match=r"second derivative through the loss in tiles.*logits=True"):
+            grad(fn)(hidden)
 
 
 # --- never all logits -------------------------------------------------------------------------------------------------
@@ -276,8 +306,8 @@ def test_every_mutant_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert faulty(tiled_losses) < FLOAT64
     assert faulty(peaks_apart) > 1e-3
-    right = _tiled_loss._add_gradient_of_tile
+    right = _tiled_loss._gradient_of_tile
     monkeypatch.setattr(
-        _tiled_loss, "_add_gradient_of_tile", lambda d, total, picked, *rest: right(d, total, 0 * picked, *rest)
+        _tiled_loss, "_gradient_of_tile", lambda s, total, picked, *rest: right(s, total, 0 * picked, *rest)
     )
     assert faulty(tiled_losses) > 1e-3
