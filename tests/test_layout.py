@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fcp
@@ -36,6 +36,7 @@ def leaves(draw: Any) -> Any:
     return tuple(shape), split, draw(st.sampled_from([(), ("fsdp",), ("fsdp", "cp")])), sizes
 
 
+@settings(deadline=None)
 @given(leaves())
 def test_a_part_is_what_the_collectives_cut(leaf: Any) -> None:
     """A rank that reads other rows of a file than it would have been handed; padding in the middle; pieces mixed up."""
