@@ -305,8 +305,15 @@ class _TiledGradient(Function):
         d_table = table.new_zeros(table.shape, dtype=_wide(table))  # a sum over many tiles
         for group, rows in _tiles(hidden, table, spec):
             scores = _scores(hidden[group, rows], table[group], spec)
-            of_tile = (x[group, rows] for x in (g_total, g_picked, column))
-            g = _gradient_of_tile(scores, *of_tile, _at(limit, group), peak[group, rows], spec)
+            g = _gradient_of_tile(
+                scores,
+                g_total[group, rows],
+                g_picked[group, rows],
+                column[group, rows],
+                _at(limit, group),
+                peak[group, rows],
+                spec,
+            )
             d_hidden[group, rows] = _to_operands(g, hidden[group, rows], table[group], d_table[group])
             del scores, g
         return d_hidden, d_table.to(table.dtype)
