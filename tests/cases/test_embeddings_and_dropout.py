@@ -309,7 +309,7 @@ def test_c23_config_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The witness of C-23 notices a transform that looks for one name alone."""
     model, _ = attention_toy()
     refused = with_config(model, hidden_dropout_prob=0.5)
-    monkeypatch.setattr(fcp._transform, "_validate", lambda model_fn, sizes, kernel: None)
+    monkeypatch.setattr(fcp._transform, "check_model", lambda model_fn, sizes, kernel: None)
     assert_trips(
         lambda: assert_refused(lambda: fcp.transform(refused, cp=2), "hidden_dropout_prob"), match="not refused"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fcp
-from fcp import pytree
+from fcp import _across_slices, pytree
 from fcp.loss import mean_loss
 from fcp.transforms import _ulysses
 from tests.cases.toy_attention import toy as attention_toy
@@ -138,7 +138,7 @@ def one_replica(plan: Any, x: Tensor) -> Tensor:
 def test_c16_mutant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Tensor], match: str) -> None:
     """The witnesses of C-16 notice a wrong pairing by its numbers, and a missing replica sum by its gradient alone."""
     model, params = attention_toy(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    monkeypatch.setattr(_ulysses._Plan, "spread_keys", fault)
+    monkeypatch.setattr(_ulysses.Plan, "spread_keys", fault)
     sharded, batch = fcp.transform(model, cp=4), batch_of(tokens(1, 8))
     assert_trips(lambda: assert_same_function(model, sharded, params, batch), match=match)
     if fault is one_replica:
@@ -662,5 +662,5 @@ def test_c21_mutant(mix: Callable[..., Tensor]) -> None:
 
 def test_c21_kind_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The witness of the kinds notices a plan that does not read them."""
-    monkeypatch.setattr(_ulysses, "_layer_kinds", lambda model: [])
+    monkeypatch.setattr(_across_slices, "_layer_kinds", lambda model: [])
     assert_trips(partial(test_c21_refused_by_kind, "mamba"), match="not refused")
