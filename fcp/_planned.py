@@ -5,10 +5,11 @@ where several groups have the same queries, what they found is merged by the log
 and Gimelshein 2018, section 3.1). Backward gives each group the final output and log-sum-exp, from which its
 probabilities are exact without the others', and adds up.
 
-Soft caps have no fused kernel: there a group is computed by the plain formula, still no larger than its rectangle.
+Soft caps have no fused kernel: there a group is computed by the plain formula, for a block of its queries at a time.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from fcp.kernels import (
 from fcp.masks import Mask, materialize
 
 __all__ = ["PLANNED"]
+
+CAPPED = 256
+"""Queries for which the plain formula is computed at a time."""
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -158,7 +162,12 @@ def _tile_forward(
 ) -> tuple[Tensor, Tensor]:
     if spec.softcap is None:
         return flash_forward(q, k, v, seen, causal, spec.scale)
-    return plain_forward(q, k, v, _as_mask(q, k, causal, seen), spec)
+    found = [
+        plain_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], allowed, spec)
+        for rows, keys, allowed in _query_blocks(q, k, causal, seen)
+    ]
+    out, lse = zip(*found, strict=True)
+    return torch.cat(out, 2), torch.cat(lse, 2)
 
 
 def _tile_backward(
@@ -166,15 +175,30 @@ def _tile_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if spec.softcap is None:
         return flash_backward(g, q, k, v, out, lse, seen, causal, spec.scale)
-    return plain_backward(g, q, k, v, out, lse, _as_mask(q, k, causal, seen), spec)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    g, q, k, v = (x.to(wide) for x in (g, q, k, v))  # what blocks add up to is rounded once
+    for rows, keys, allowed in _query_blocks(q, k, causal, seen):
+        g_here, q_here, out_here, lse_here = (x[:, :, rows] for x in (g, q, out, lse))
+        found = plain_backward(g_here, q_here, k[:, :, keys], v[:, :, keys], out_here, lse_here, allowed, spec)
+        dq[:, :, rows] = found[0]
+        dk[:, :, keys] += found[1]
+        dv[:, :, keys] += found[2]
+    return dq, dk, dv
 
 
-def _as_mask(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
-    """bool [1 or batch, 1, 1, queries, keys]."""
-    if seen is None:
-        seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        seen = seen.tril() if causal else seen
-    return seen.unsqueeze(2)
+def _query_blocks(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries, the keys that any of them may see, bool [1 or batch, 1, 1, queries, keys]): so the formula's memory
+    grows with the keys, not with the rectangle."""
+    for begin in range(0, q.shape[2], CAPPED):
+        end = min(begin + CAPPED, q.shape[2])
+        keys = end if causal else k.shape[2]
+        if seen is None:
+            allowed = torch.ones(1, 1, end - begin, keys, dtype=torch.bool, device=q.device)
+            allowed = allowed.tril(begin) if causal else allowed
+        else:
+            allowed = seen[:, :, begin:end]
+        yield slice(begin, end), slice(0, keys), allowed.unsqueeze(2)
 
 
 PLANNED = Kernel(_forward, _backward, parts=True)
