@@ -20,6 +20,7 @@ from fcp.kernels import (
     flash_backward,
     flash_forward,
     merge,
+    only_on,
     plain_backward,
     plain_forward,
     register_kernel,
@@ -177,5 +178,5 @@ def _as_mask(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
     return seen.unsqueeze(2)
 
 
-PLANNED = Kernel(_forward, _backward, parts=True)
+PLANNED = Kernel(_forward, _backward, lambda spec, q, v: only_on("cpu", q), parts=True)
 register_kernel("planned", PLANNED)
