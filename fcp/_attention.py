@@ -11,6 +11,9 @@ heads stay in order, so each query head still meets its own key-value head. Rank
 Sinks need no kernel of their own. A sink is one more term in each row's normaliser: output and log-sum-exp are
 corrected, and the kernel's backward, given the corrected ones, is exact (gpt-oss; Xiao et al. 2023, section 3.3).
 
+Which kernel it is, is decided at the bottom, where the mask can be read. One that was asked for by name and cannot
+serve the call is an error before that, as far as its options, devices and dtypes tell.
+
 The gradient's own gradient differentiates the plain formula (`kernels.differentiable`), so any order is available.
 
 Queries may meet the keys of another part of the sequence (`Mask.against`). What they find there is no attention yet,
@@ -28,10 +31,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fcp import _planned  # noqa: F401 - registers the default kernel
+from fcp import _flex, _planned, _varlen  # noqa: F401 - they register their kernels
 from fcp._function import Function
 from fcp._kept import once
-from fcp.kernels import Spec, differentiable, pick, registered, weight_of
+from fcp._kernel_check import serving
+from fcp.kernels import Spec, check_kernel, differentiable, weight_of
 from fcp.masks import Mask, describe
 
 __all__ = [
@@ -62,8 +66,8 @@ def attention(
 ) -> Float[Tensor, "batch heads seq v_dim"]:
     """softmax(scale q k^T + mask) v, with query head h on key and value head h // (heads / kv_heads).
 
-    float64, float32 or bfloat16; logits and their normaliser are in float32 or wider. (Vaswani et al. 2017, section
-    3.2.1; grouped heads: Ainslie et al. 2023, section 2.2; soft cap: Gemma 2, section 2.)
+    float64, float32, bfloat16 or float16; logits and their normaliser are in float32 or wider. (Vaswani et al. 2017,
+    section 3.2.1; grouped heads: Ainslie et al. 2023, section 2.2; soft cap: Gemma 2, section 2.)
 
     Args:
         mask: the description of the whole sequence; None for plain causal. Where it has keys of its own (the whole
@@ -73,7 +77,8 @@ def attention(
         scale: default 1 / sqrt(dim).
         softcap: logits become softcap * tanh(logits / softcap).
         sinks: one logit a query head that takes weight and gives no value.
-        kernel: a registered kernel's name; "auto" takes the fused one wherever it serves the call.
+        kernel: a registered kernel's name; "auto" takes the best of the device that serves the call
+            (`fcp.kernels.AUTO`).
 
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown kernel, or one that cannot serve the call.
@@ -82,13 +87,14 @@ def attention(
     _check_mask(q, k, v, mask)
     if mask is None:
         mask = describe(torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1))
-    spec = spec_of(q, mask, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
+    spec = spec_of(q, v, mask, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
     out, _ = _Attention.apply(q, k, v, row_sinks(q, sinks), *mask.tensors(), mask.consecutive, spec)
     return out
 
 
 def spec_of(
     q: Tensor,
+    v: Tensor,
     mask: Mask,
     *,
     window: int | None,
@@ -97,14 +103,14 @@ def spec_of(
     softcap: float | None,
     kernel: str,
 ) -> Spec:
-    """What is fixed about a call, with the kernel that will serve it.
+    """What is fixed about a call.
 
     Raises:
-        ValueError: an unknown kernel, or one that cannot serve the call.
+        ValueError: an unknown kernel, or one that cannot serve the call, whatever the numbers of its mask.
     """
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    parts = mask.rows is not None or mask.keys is not None
-    return pick(Spec(factor, window, chunk, softcap, kernel), q.device, parts=parts)
+    spec = Spec(float(q.shape[-1] ** -0.5 if scale is None else scale), window, chunk, softcap, kernel)
+    check_kernel(spec, q, v, parts=mask.rows is not None or mask.keys is not None)
+    return spec
 
 
 def kernel_of(attention_of: Any) -> str | None:
@@ -205,6 +211,10 @@ MASKS = 8
 """The tensors of a mask: four of its queries, four of its keys."""
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, spec: Spec) -> tuple[Tensor, Tensor]:
+    return serving(spec, q, v, mask).forward(q, k, v, mask, spec)
+
+
 class _Attention(Function):
     """(q, k, v, sinks, mask, spec) -> (out [batch, heads, seq, v_dim], log-sum-exp [batch, heads, seq])."""
 
@@ -217,7 +227,7 @@ class _Attention(Function):
         *described: Any,
     ) -> tuple[Tensor, Tensor]:
         *mask, consecutive, spec = described
-        out, lse = once("attention", registered[spec.kernel].forward, q, k, v, Mask.of(mask, consecutive), spec)
+        out, lse = once("attention", _forward, q, k, v, Mask.of(mask, consecutive), spec)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     @staticmethod
@@ -243,7 +253,8 @@ class _AttentionGradient(Function):
     @staticmethod
     def forward(g: Tensor, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         q, k, v, sinks, *mask, consecutive, spec = operands
-        dq, dk, dv = registered[spec.kernel].backward(g, q, k, v, out, lse, Mask.of(mask, consecutive), spec)
+        described = Mask.of(mask, consecutive)
+        dq, dk, dv = serving(spec, q, v, described).backward(g, q, k, v, out, lse, described, spec)
         return dq, dk, dv, (lse.new_zeros(lse.shape[:2]) if sinks is None else sinks_gradient(g, out, lse, sinks))
 
     @staticmethod

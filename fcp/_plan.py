@@ -15,25 +15,23 @@ before their end, and the mask of that block alone. So no [seq, seq] tensor is e
 The queries may be some of the sequence's tokens and the keys others, in any order (`Mask.rows`, `Mask.keys`): a run
 is then tokens that are held side by side and are side by side in their row, and rows say which run comes first.
 
-A plan is found once for a mask and kept while the mask lives: the layers of a model share it. A mask that was made anew
-from the same numbers, as a ring's parts are in every layer, is recognised by them.
+A plan is found once for a mask and kept while the mask lives (`_per_mask.py`): the layers of a model share it.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from fcp._per_mask import PerMask
 from fcp.masks import Mask
 
-__all__ = ["Group", "plan_of"]
+__all__ = ["Group", "Run", "plan_of", "runs_of"]
 
 BLOCK = 256
 """Queries in a block of a band (half the window where that is more), and of a mask that falls into too many runs."""
@@ -88,40 +86,12 @@ class Group:
         return seen
 
 
-_plans: Any = WeakIdKeyDictionary()
-_by_content: OrderedDict[Any, tuple[Group, ...]] = OrderedDict()
-KEPT = 512
-"""Plans that are kept by the numbers of their masks: those of a step's rings, of several windows."""
+_plans: PerMask[tuple[Group, ...]] = PerMask(512)  # those of a step's rings, of several windows
 
 
 def plan_of(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
     """The groups of a mask's rectangles; queries that are in none see nothing."""
-    held = _plans.setdefault(mask.positions, {})
-    # The other tensors are kept beside the plan: an id alone may come to be another tensor's.
-    parts = _parts(mask)
-    key = (*(None if x is None else (id(x), x._version) for x in parts), window, chunk)
-    if key not in held:
-        held[key] = (parts[1:], _by_numbers(mask, parts, window, chunk))
-    return held[key][1]
-
-
-def _parts(mask: Mask) -> tuple[Tensor | None, ...]:
-    own = (mask.positions, mask.documents, mask.valid, mask.rows)
-    return own if mask.keys is None else (*own, *_parts(mask.keys))
-
-
-def _by_numbers(
-    mask: Mask, parts: tuple[Tensor | None, ...], window: int | None, chunk: int | None
-) -> tuple[Group, ...]:
-    if mask.rows is None and mask.keys is None:
-        return _find(mask, window, chunk)
-    numbers = (None if x is None else x.numpy(force=True).tobytes() for x in parts)
-    key = (mask.positions.shape, mask.consecutive, window, chunk, *numbers)
-    found = _by_content.pop(key, None)
-    _by_content[key] = _find(mask, window, chunk) if found is None else found  # the last used is the last to go
-    if len(_by_content) > KEPT:
-        _by_content.popitem(last=False)
-    return _by_content[key]
+    return _plans.get(mask, (window, chunk), lambda: _find(mask, window, chunk))
 
 
 def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
@@ -135,9 +105,9 @@ def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...
     cover = np.zeros((batch, seq), dtype=np.int32)
     count, most = 0, 64 + batch * seq // 32
     for row in range(batch):
-        queries = _runs(mask, row, window, chunk)
-        runs = queries if mask.keys is None else _runs(mask.keys, row, window, chunk)
-        before: dict[tuple[int, int], list[_Run]] = defaultdict(list)
+        queries = runs_of(mask, row, window, chunk)
+        runs = queries if mask.keys is None else runs_of(mask.keys, row, window, chunk)
+        before: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for key in runs:
             if key.valid:
                 before[key.kind].append(key)
@@ -178,7 +148,7 @@ def _series(places: list[Place]) -> list[tuple[Place, ...]]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Tokens first..end as they are held, and from `row` on in their row, that are alike: `kind` is their document and
     chunk, `position` that of the first."""
 
@@ -194,7 +164,8 @@ class _Run:
         return self.end - self.first
 
 
-def _runs(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[_Run]:
+def runs_of(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[Run]:
+    """The runs of one row, in order; their positions rise by one where a window looks at them."""
     positions = mask.positions[row]
     kinds = torch.zeros_like(positions) if mask.documents is None else mask.documents[row]
     chunks = torch.zeros_like(positions) if chunk is None else torch.div(positions, chunk, rounding_mode="floor")
@@ -210,12 +181,12 @@ def _runs(mask: Mask, row: int, window: int | None, chunk: int | None) -> list[_
     ends = [*first[1:].tolist(), len(positions)]
     columns = (x[first].tolist() for x in (rows, positions, kinds, chunks, valid))
     return [
-        _Run(begin, end, at, position, (kind, part), real)
+        Run(begin, end, at, position, (kind, part), real)
         for begin, end, at, position, kind, part, real in zip(first.tolist(), ends, *columns, strict=True)
     ]
 
 
-def _rectangles(query: _Run, key: _Run, window: int | None) -> list[tuple[tuple[int, int], Group]]:
+def _rectangles(query: Run, key: Run, window: int | None) -> list[tuple[tuple[int, int], Group]]:
     """((first query, first key), shape) of what one run's queries see of another's keys."""
     below = key.row - query.row  # query i sees key j where j + below <= i
     begin, end = max(below, 0), query.size  # the queries that see any

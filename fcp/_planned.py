@@ -21,6 +21,7 @@ from fcp.kernels import (
     flash_backward,
     flash_forward,
     merge,
+    only_on,
     plain_backward,
     plain_forward,
     register_kernel,
@@ -201,5 +202,5 @@ def _query_blocks(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> It
         yield slice(begin, end), slice(0, keys), allowed.unsqueeze(2)
 
 
-PLANNED = Kernel(_forward, _backward, parts=True)
+PLANNED = Kernel(_forward, _backward, lambda spec, q, v: only_on("cpu", q), parts=True)
 register_kernel("planned", PLANNED)

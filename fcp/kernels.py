@@ -1,4 +1,4 @@
-"""The kernels behind `fcp.attention`: what one is, the registry, and the two that come with it.
+"""The kernels behind `fcp.attention`: what one is, the registry, who serves a call, and two of them.
 
 Problem. Attention on a device is somebody's fast kernel, and no two of them serve the same calls. What is built on top
 (vmap, sinks, second derivatives, a ring) should not know which one runs.
@@ -7,9 +7,16 @@ Idea. A kernel is a pair of functions on plain tensors (`Kernel`): forward gives
 row's logits, backward takes both back and computes neither again. So who changes the normaliser of a row (a sink, or
 another rank's keys) corrects the two numbers, and the same backward is exact for the corrected ones.
 
-Two are here. "reference" is a plain softmax that serves every description. "fused" is torch's flash kernel for CPU on
-the whole; it knows no soft cap, and a mask only as numbers to add. The default, "planned" (`_planned.py`), calls the
-same kernel on the parts of the mask that are not empty. `register_kernel` adds one.
+Two are here. "reference" is a plain softmax that serves every call, with a [seq, seq] tensor. "fused" is torch's flash
+kernel for CPU on the whole; it knows no soft cap, and a mask only as numbers to add. `register_kernel` adds one.
+
+What "auto" takes follows the device (`AUTO`). On CPU that is "planned" (`_planned.py`), which calls the same kernel on
+the parts of the mask that are not empty. On CUDA it is "varlen" (`_varlen.py`) where the mask is packed documents and
+no more, else "flex" (`_flex.py`); neither makes a [seq, seq] tensor. What both refuse, the reference serves.
+
+A kernel refuses twice. `refuses` looks at what a call tells before any number is read, so that a kernel that was asked
+for by name and cannot serve is an error before anything runs. `refuses_mask` reads the mask, below vmap, where its
+numbers are plain.
 
 A query that sees no key gives zero output and zero gradient, and its log-sum-exp is -inf.
 
@@ -18,7 +25,7 @@ Left out: dropout on the weights, and forward-mode derivatives.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -28,12 +35,15 @@ from fcp.loss import cap
 from fcp.masks import Mask, materialize
 
 __all__ = [
+    "AUTO",
     "Kernel",
     "Spec",
+    "check_kernel",
     "differentiable",
     "flash_backward",
     "flash_forward",
     "merge",
+    "only_on",
     "pick",
     "plain_backward",
     "plain_forward",
@@ -51,7 +61,7 @@ class Spec:
         scale: the factor on q k^T.
         window, chunk: as in `fcp.masks`.
         softcap: logits become softcap * tanh(logits / softcap); None for none.
-        kernel: the name of the kernel that computes it.
+        kernel: the name of the kernel that computes it; "auto" for the best of its device that serves it.
     """
 
     scale: float
@@ -70,15 +80,23 @@ class Kernel:
             log-sum-exp of each row's logits, in float32 or wider, -inf for a row that sees no key.
         backward: (g, q, k, v, out, lse, mask, spec) -> (dq, dk, dv). It must take `out` and `lse` as given, not compute
             its own: p = exp(logits - lse), and the row correction is sum(g * out).
-        refuses: spec -> why this kernel cannot serve it, or None.
+        refuses: (spec, q, v) -> why this kernel cannot serve the call, or None. q and v may be tensors of torch.func:
+            it may look at their devices, dtypes and last dims, not at their numbers.
+        refuses_mask: (spec, mask) -> why it cannot serve that mask, or None; here numbers may be read.
         parts: whether it serves queries and keys of different tokens, or tokens in another order than their rows'
             (`Mask.keys`, `Mask.rows`), as a ring asks for.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Mask, Spec], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask, Spec], tuple[Tensor, Tensor, Tensor]]
-    refuses: Callable[[Spec], str | None] = lambda spec: None
+    refuses: Callable[[Spec, Tensor, Tensor], str | None] = lambda spec, q, v: None
+    refuses_mask: Callable[[Spec, Mask], str | None] = lambda spec, mask: None
     parts: bool = False
+
+
+def only_on(device: str, q: Tensor) -> str | None:
+    """Why a kernel of that kind of device cannot serve `q`, or None."""
+    return None if q.device.type == device else f"it runs on {device}, and q is on {q.device.type}"
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,14 +249,16 @@ def _fused_backward(
     return flash_backward(g, q, k, v, out, lse, allowed, allowed is None, spec.scale)
 
 
+def _fused_refuses(spec: Spec, q: Tensor, v: Tensor) -> str | None:
+    return only_on("cpu", q) or (None if spec.softcap is None else "torch's flash kernel has no soft cap")
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
 _registry: dict[str, Kernel] = {
     "reference": Kernel(_reference_forward, _reference_backward, parts=True),
-    "fused": Kernel(
-        _fused_forward,
-        _fused_backward,
-        parts=True,
-        refuses=lambda spec: None if spec.softcap is None else "torch's flash kernel has no soft cap",
-    ),
+    "fused": Kernel(_fused_forward, _fused_backward, _fused_refuses, parts=True),
 }
 registered: Mapping[str, Kernel] = MappingProxyType(_registry)
 """The registered attention kernels by name."""
@@ -255,16 +275,18 @@ def register_kernel(name: str, kernel: Kernel) -> None:
     _registry[name] = kernel
 
 
-def pick(spec: Spec, device: torch.device, *, parts: bool = False) -> Spec:
-    """`spec` with the kernel that will serve it: "auto" takes the planned one where it runs.
+AUTO: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("planned",), "cuda": ("varlen", "flex")})
+"""What "auto" tries on each kind of device, in order; then the reference."""
 
-    `parts` is whether the queries and keys are parts of the sequence, or in an order of their own.
 
-    Raises:
-        ValueError: no such kernel, or one that refuses the call.
+def check_kernel(spec: Spec, q: Tensor, v: Tensor, *, parts: bool) -> None:
+    """Raises ValueError where the kernel that `spec` asks for is none, or cannot serve the call whatever its mask.
+
+    Args:
+        parts: whether the queries and keys are parts of the sequence, or in an order of their own.
     """
     if spec.kernel == "auto":
-        return replace(spec, kernel="planned" if device.type == "cpu" and "planned" in _registry else "reference")
+        return
     if spec.kernel not in _registry:
         raise ValueError(f"attention: no kernel {spec.kernel!r}; registered are {', '.join(_registry)}")
     if parts and not _registry[spec.kernel].parts:
@@ -272,7 +294,29 @@ def pick(spec: Spec, device: torch.device, *, parts: bool = False) -> Spec:
             f"attention: kernel {spec.kernel!r} knows no queries and keys of different parts of the sequence, which "
             f"rings, gathers and layouts bring; use kernel='auto', or register it with parts=True"
         )
-    why = _registry[spec.kernel].refuses(spec)
+    _raise_if(spec, _registry[spec.kernel].refuses(spec, q, v))
+
+
+def pick(spec: Spec, q: Tensor, v: Tensor, mask: Mask) -> str:
+    """The name of the kernel that serves a call on plain tensors: the one that `spec` asks for, or the best there is.
+
+    Raises:
+        ValueError: no such kernel, or one that refuses the call.
+    """
+    parts = mask.rows is not None or mask.keys is not None
+    if spec.kernel != "auto":
+        check_kernel(spec, q, v, parts=parts)
+        _raise_if(spec, _registry[spec.kernel].refuses_mask(spec, mask))
+        return spec.kernel
+    for name in AUTO.get(q.device.type, ()):
+        kernel = _registry.get(name)
+        if kernel is None or (parts and not kernel.parts) or kernel.refuses(spec, q, v) is not None:
+            continue
+        if kernel.refuses_mask(spec, mask) is None:
+            return name
+    return "reference"
+
+
+def _raise_if(spec: Spec, why: str | None) -> None:
     if why is not None:
         raise ValueError(f"attention: kernel {spec.kernel!r} cannot serve {spec}: {why}; use kernel='auto'")
-    return spec

@@ -831,23 +831,31 @@ def test_a_kernel_that_refuses_a_call_is_an_error(registry: dict[str, fcp.Kernel
     """Catches a kernel that is asked for by name and silently replaced, or that drops what it does not know (C-14)."""
     with pytest.raises(ValueError, match=r"kernel 'fused' cannot serve.*no soft cap.*kernel='auto'"):
         fcp.attention(*qkv(), PLAIN, softcap=1.0, kernel="fused")
-    picky = replace(registry["reference"], refuses=lambda spec: "windows are not for me" if spec.window else None)
+    picky = replace(
+        registry["reference"],
+        refuses=lambda spec, q, v: "windows are not for me" if spec.window else None,
+        refuses_mask=lambda spec, mask: None if mask.plain else "nor are documents",
+    )
     fcp.register_kernel("picky", picky)
     fcp.attention(*qkv(), PLAIN, kernel="picky")
     with pytest.raises(ValueError, match="windows are not for me"):
         fcp.attention(*qkv(), PLAIN, window=2, kernel="picky")
+    with pytest.raises(ValueError, match=r"kernel 'picky' cannot serve.*nor are documents"):
+        fcp.attention(*qkv(), MASKS["documents"], kernel="picky")
 
 
-def test_auto_takes_the_planned_kernel_where_it_runs(registry: dict[str, fcp.Kernel]) -> None:
+def test_auto_takes_the_planned_kernel_where_it_runs() -> None:
     """Catches a default that is always the slow one, or one that a device has not."""
-    picks = [kernels.pick(fcp.Spec(1.0, softcap=cap, kernel="auto"), torch.device("cpu")) for cap in (None, 1.0)]
-    assert [spec.kernel for spec in picks] == ["planned", "planned"]
-    assert kernels.pick(fcp.Spec(1.0, kernel="auto"), torch.device("meta")).kernel == "reference"
+    q, _, v = qkv()
+    picks = [kernels.pick(fcp.Spec(1.0, softcap=cap, kernel="auto"), q, v, PLAIN) for cap in (None, 1.0)]
+    assert picks == ["planned", "planned"]
+    q, v = (x.to("meta") for x in (q, v))
+    assert kernels.pick(fcp.Spec(1.0, kernel="auto"), q, v, PLAIN) == "reference"
 
 
 def test_an_unknown_kernel_or_argument_is_an_error() -> None:
     """Catches arguments that are swallowed (C-14, C-19)."""
-    with pytest.raises(ValueError, match="no kernel 'flash'; registered are reference, fused, planned"):
+    with pytest.raises(ValueError, match=r"no kernel 'flash'; registered are reference, fused, .*planned"):
         fcp.attention(*qkv(), PLAIN, kernel="flash")
     with pytest.raises(TypeError, match="sliding_window"):
         fcp.attention(*qkv(), PLAIN, sliding_window=3)

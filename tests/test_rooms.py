@@ -10,11 +10,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_function", "pytree", "typing", "_stored", "_kept", "_host"),
     ("axes", "trace", "masks", "loss"),
-    ("_watch",),
+    ("_watch", "_per_mask"),
     ("_selfcheck",),
     ("_process",),
     ("_collective", "kernels", "_plan", "_linear", "_grouped", "_schedule", "_order", "_tiled_loss"),
-    ("_planned",),
+    ("_planned", "_varlen", "_flex", "_kernel_check"),
     ("collectives",),
     ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_launch", "_experts", "_dispatch", "_ep_view"),
     ("ops", "remat", "_own_gradient", "_value_and_grad"),

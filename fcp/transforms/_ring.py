@@ -87,7 +87,7 @@ def _ringed(attention: Attention, axis: Axes) -> Across:
         check_operands(q, k, v, window=window, chunk=chunk, softcap=softcap, sinks=sinks)
         check_slices("ring", q, k, mask, size)
         parts = mask.against(mask)
-        spec = spec_of(q, parts, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
+        spec = spec_of(q, v, parts, window=window, chunk=chunk, scale=scale, softcap=softcap, kernel=kernel)
         how = _Ring(axis, schedule_of(mask, size, window, chunk), spec)
         attend = own_gradient(partial(_forward, how), partial(_backward, how), "ring")
         return attend((q, k, v), row_sinks(q, sinks), mask)
