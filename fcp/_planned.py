@@ -176,16 +176,16 @@ def _tile_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if spec.softcap is None:
         return flash_backward(g, q, k, v, out, lse, seen, causal, spec.scale)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     g, q, k, v = (x.to(wide) for x in (g, q, k, v))  # what blocks add up to is rounded once
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, keys, allowed in _query_blocks(q, k, causal, seen):
         g_here, q_here, out_here, lse_here = (x[:, :, rows] for x in (g, q, out, lse))
         found = plain_backward(g_here, q_here, k[:, :, keys], v[:, :, keys], out_here, lse_here, allowed, spec)
         dq[:, :, rows] = found[0]
         dk[:, :, keys] += found[1]
         dv[:, :, keys] += found[2]
-    return dq, dk, dv
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _query_blocks(q: Tensor, k: Tensor, causal: bool, seen: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -125,6 +125,17 @@ def test_other_dtypes_come_back_as_they_were(dtype: torch.dtype) -> None:
     assert max(both(mask, Spec(0.4, window=5), dtype)) < (1e-5 if dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("documents", [12, 5])
+def test_gradients_have_their_operands_dtype(softcap: float | None, documents: int) -> None:
+    """Sums that are wide inside and are handed out so, where the mask is plain and where it is in tiles."""
+    mask, spec = describe((torch.arange(12) % documents)[None]), Spec(0.4, softcap=softcap)
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = registered["planned"].forward(q, k, v, mask, spec)
+    found = registered["planned"].backward(out, q, k, v, out, lse, mask, spec)
+    assert [x.dtype for x in (out, *found)] == [torch.bfloat16] * 4
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
