@@ -109,7 +109,7 @@ def spec_of(
         ValueError: an unknown kernel, or one that cannot serve the call, whatever the numbers of its mask.
     """
     spec = Spec(float(q.shape[-1] ** -0.5 if scale is None else scale), window, chunk, softcap, kernel)
-    check_kernel(spec, q, v, parts=mask.rows is not None or mask.keys is not None)
+    check_kernel(spec, q, v, parts=not mask.whole)
     return spec
 
 

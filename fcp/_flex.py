@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch.utils._triton import has_triton
 
 from fcp._per_mask import PerMask
 from fcp.kernels import Kernel, Spec, only_on, register_kernel, weight_of
-from fcp.masks import Mask, materialize
+from fcp.masks import Mask, materialize, rows_of
 
 __all__ = ["FLEX", "blocks_of"]
 
@@ -92,32 +92,29 @@ def _words(mask: Mask, window: int | None, chunk: int | None) -> tuple[Tensor, .
     Tokens of one kind are of one document and chunk. An invalid key's kind is no query's.
     """
     keys = mask if mask.keys is None else mask.keys
-    documents = mask.documents is not None and keys.documents is not None
-    kinds = [torch.zeros_like(each.positions) for each in (mask, keys)]
-    if documents:
-        kinds = _together(kinds, [cast(Tensor, each.documents) for each in (mask, keys)])
-    if chunk is not None:
-        kinds = _together(kinds, [each.positions.div(chunk, rounding_mode="floor") for each in (mask, keys)])
-    k_kind = kinds[1] if keys.valid is None else torch.where(keys.valid, kinds[1], -1)
+    q_kind, k_kind = _kinds(mask, keys, chunk)
+    if keys.valid is not None:
+        k_kind = torch.where(keys.valid, k_kind, -1)
     least = keys.positions.min()
     k_position = keys.positions - least  # a tensor of its own: `PerMask` must not hold the mask's
     lowest = torch.zeros_like(mask.positions) if window is None else mask.positions - least - (window - 1)
-    rows = (_rows(each).to(torch.int32).contiguous() for each in (mask, keys))
-    return (next(rows), kinds[0].to(torch.int32), lowest, next(rows), k_kind.to(torch.int32), k_position)
+    q_row, k_row = (rows_of(each).expand_as(each.positions).to(torch.int32).contiguous() for each in (mask, keys))
+    return q_row, q_kind.to(torch.int32), lowest, k_row, k_kind.to(torch.int32), k_position
 
 
-def _rows(mask: Mask) -> Tensor:
-    own = torch.arange(mask.seq, device=mask.positions.device).expand_as(mask.positions)
-    return own if mask.rows is None else mask.rows
-
-
-def _together(kinds: list[Tensor], ids: list[Tensor]) -> list[Tensor]:
-    """Small numbers that are alike where both are; a list's first is of the queries, its second of the keys."""
-    number = torch.cat([x.flatten() for x in ids]).unique(return_inverse=True)[1]
-    parts = number.split([x.numel() for x in ids])
-    both = [kind * (int(number.max()) + 1) + part.view_as(kind) for kind, part in zip(kinds, parts, strict=True)]
-    number = torch.cat([x.flatten() for x in both]).unique(return_inverse=True)[1]
-    return [x.view_as(kind) for x, kind in zip(number.split([x.numel() for x in ids]), kinds, strict=True)]
+def _kinds(mask: Mask, keys: Mask, chunk: int | None) -> tuple[Tensor, Tensor]:
+    """Of each query and each key a number, alike where both are of one document and chunk."""
+    sides, columns = (mask, keys), []
+    if mask.documents is not None and keys.documents is not None:
+        columns.append([each.documents for each in sides])
+    if chunk is not None:
+        columns.append([each.positions.div(chunk, rounding_mode="floor") for each in sides])
+    if not columns:
+        return torch.zeros_like(mask.positions), torch.zeros_like(keys.positions)
+    table = torch.stack([torch.cat([x.flatten() for x in pair]) for pair in columns])
+    number = table.unique(dim=1, return_inverse=True)[1]
+    of_queries, of_keys = number.split([each.positions.numel() for each in sides])
+    return of_queries.view_as(mask.positions), of_keys.view_as(keys.positions)
 
 
 def _function_of(

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fcp import pytree
 from fcp.kernels import Kernel, Spec, pick, registered, weight_of
 from fcp.masks import Mask, describe
 
@@ -63,7 +64,7 @@ def check(name: str, spec: Spec, q: Tensor, v: Tensor) -> None:
         return
     given = _numbers(q.shape[-1], v.shape[-1], q.dtype)
     wanted = _results(reference, mask, spec, [x.double() for x in given])
-    found = _results(kernel, _on(mask, q.device), spec, [x.to(q.device) for x in given])
+    found = _results(kernel, pytree.map(lambda x: x.to(q.device), mask), spec, [x.to(q.device) for x in given])
     errors = {part: _error(wanted[part], found[part].to("cpu", torch.float64)) for part in wanted}
     bound = BOUNDS.get(q.dtype, 5e-2)
     if not all(error <= bound for error in errors.values()):  # NaN is none
@@ -83,10 +84,6 @@ def _mask(kernel: Kernel, spec: Spec) -> Mask | None:
     plain = torch.arange(positions.shape[1]).expand(2, -1)
     masks = describe(positions, valid=valid), describe(positions), describe(plain)
     return next((mask for mask in masks if kernel.refuses_mask(spec, mask) is None), None)
-
-
-def _on(mask: Mask, device: torch.device) -> Mask:
-    return Mask.of([None if x is None else x.to(device) for x in mask.tensors()], mask.consecutive)
 
 
 def _numbers(dim: int, v_dim: int, dtype: torch.dtype) -> list[Tensor]:

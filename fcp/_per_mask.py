@@ -41,8 +41,7 @@ class PerMask(Generic[Found]):
         parts = _parts(mask)
         key = (*(None if x is None else (id(x), x._version) for x in parts), *words)
         if key not in held:
-            whole = mask.rows is None and mask.keys is None
-            held[key] = (parts[1:], find() if whole else self._known(mask, parts, words, find))
+            held[key] = (parts[1:], find() if mask.whole else self._known(mask, parts, words, find))
         return held[key][1]
 
     def _known(

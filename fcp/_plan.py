@@ -95,9 +95,7 @@ def plan_of(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, .
 
 
 def _find(mask: Mask, window: int | None, chunk: int | None) -> tuple[Group, ...]:
-    whole = mask.rows is None and mask.keys is None
-    if window is not None and mask.consecutive and whole and window >= mask.seq:
-        window = None
+    window = mask.narrowed(window)
     batch, seq = mask.positions.shape
     if mask.plain and window is None and chunk is None:
         return (Group(tuple((row, 0, 0) for row in range(batch)), seq, seq, causal=True),)
@@ -216,13 +214,12 @@ def _shape(queries: int, keys: int, diagonal: int | None, band: tuple[int, int] 
 
 def _blocks(mask: Mask) -> tuple[Group, ...]:
     """Blocks of queries, each with all keys before its end."""
-    whole = mask.rows is None and mask.keys is None
     keys = mask.seq if mask.keys is None else mask.keys.seq
     return tuple(
         Group(
             ((0, begin, 0),),
             min(BLOCK, mask.seq - begin),
-            min(begin + BLOCK, mask.seq) if whole else keys,
+            min(begin + BLOCK, mask.seq) if mask.whole else keys,
             blocks=True,
         )
         for begin in range(0, mask.seq, BLOCK)

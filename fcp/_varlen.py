@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fcp import pytree
 from fcp._per_mask import PerMask
 from fcp._plan import runs_of
 from fcp.kernels import Kernel, Spec, only_on, register_kernel
@@ -61,12 +62,11 @@ def packing_of(mask: Mask, window: int | None, chunk: int | None) -> Packing | s
 
 
 def _find(mask: Mask, window: int | None, chunk: int | None) -> Packing | str:
-    if mask.rows is not None or mask.keys is not None:
+    if not mask.whole:
         return "it knows no parts of a sequence and no other order than the rows'"
     device, (batch, seq) = mask.positions.device, mask.positions.shape
-    if window is not None and mask.consecutive and window >= seq:
-        window = None
-    on_host = Mask.of([None if x is None else x.cpu() for x in mask.tensors()], mask.consecutive)  # one wait each
+    window = mask.narrowed(window)
+    on_host = pytree.map(Tensor.cpu, mask)  # one wait a tensor
     lengths: list[int] = []
     at: list[Tensor] = []
     for row in range(batch):

@@ -303,7 +303,7 @@ def pick(spec: Spec, q: Tensor, v: Tensor, mask: Mask) -> str:
     Raises:
         ValueError: no such kernel, or one that refuses the call.
     """
-    parts = mask.rows is not None or mask.keys is not None
+    parts = not mask.whole
     if spec.kernel != "auto":
         check_kernel(spec, q, v, parts=parts)
         _raise_if(spec, _registry[spec.kernel].refuses_mask(spec, mask))

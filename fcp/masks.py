@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fcp import pytree
 
-__all__ = ["Mask", "count_pairs", "describe", "first_keys", "materialize"]
+__all__ = ["Mask", "count_pairs", "describe", "first_keys", "materialize", "rows_of"]
 
 
 @pytree.node("consecutive")
@@ -64,7 +64,18 @@ class Mask:
     @property
     def plain(self) -> bool:
         """Whether this is the plain causal mask: one document a row, every token valid, whole rows in order."""
-        return self.documents is None and self.valid is None and self.rows is None and self.keys is None
+        return self.documents is None and self.valid is None and self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether queries and keys are the same whole rows, in order."""
+        return self.rows is None and self.keys is None
+
+    def narrowed(self, window: int | None) -> int | None:
+        """The window; None where it says nothing, because no row is longer."""
+        if window is not None and self.consecutive and self.whole and window >= self.seq:
+            return None
+        return window
 
     def take(self, at: Int[Tensor, "*batch n"]) -> "Mask":
         """The description of the tokens `at` (of each row, or of all rows alike), in that order."""
@@ -183,12 +194,11 @@ def materialize(
     for name, value in (("window", window), ("chunk", chunk)):
         if value is not None and value < 1:
             raise ValueError(f"masks.materialize: {name}={value} must be 1 or more (None for no {name})")
-    if window is not None and mask.consecutive and window >= mask.seq and mask.rows is None and mask.keys is None:
-        window = None
+    window = mask.narrowed(window)
     if mask.plain and window is None and chunk is None and q_slice.indices(mask.seq) == k_slice.indices(mask.seq):
         return None
     keys = mask if mask.keys is None else mask.keys
-    allowed = _rows_of(keys)[:, None, k_slice] <= _rows_of(mask)[:, q_slice, None]
+    allowed = rows_of(keys)[:, None, k_slice] <= rows_of(mask)[:, q_slice, None]
     q_positions = mask.positions[:, q_slice, None]
     k_positions = keys.positions[:, None, k_slice]
     if mask.documents is not None and keys.documents is not None:
@@ -205,7 +215,7 @@ def materialize(
     return allowed.expand(mask.positions.shape[0], -1, -1)[:, None]
 
 
-def _rows_of(mask: Mask) -> Int[Tensor, "batch seq"]:
+def rows_of(mask: Mask) -> Int[Tensor, "batch seq"]:
     """[batch, seq], or [1, seq] where all rows are alike."""
     return torch.arange(mask.seq, device=mask.positions.device)[None] if mask.rows is None else mask.rows
 

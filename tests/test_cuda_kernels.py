@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, vmap
 
 import fcp
-from fcp import _flex, _kernel_check, _varlen, kernels
+from fcp import _flex, _kernel_check, _varlen, kernels, pytree
 from fcp.kernels import Kernel, Spec
 from fcp.masks import Mask, describe
 from tests.test_kernels import FIXED, INF, MASKS, qkv, random, results, worst
@@ -27,17 +27,6 @@ from tests.test_planned import _Largest, descriptions, expected
 from tests.tolerances import FLOAT64
 
 Operands = list[Tensor]
-
-
-@pytest.fixture
-def registry() -> Iterator[dict[str, Kernel]]:
-    """The registry, and what was checked, put back afterwards."""
-    before, checked = dict(kernels._registry), set(_kernel_check._checked)
-    yield kernels._registry
-    kernels._registry.clear()
-    kernels._registry.update(before)
-    _kernel_check._checked.clear()
-    _kernel_check._checked.update(checked)
 
 
 def operands_of(mask: Mask, dtype: torch.dtype, dim: int = 5, v_dim: int = 3) -> Operands:
@@ -380,7 +369,7 @@ def test_faults_of_the_masks_function_show(monkeypatch: pytest.MonkeyPatch, faul
 
 def dense_of(mask: Mask, **words: Any) -> Tensor:
     """bool [batch, queries, keys]; of parts too."""
-    if mask.keys is None and mask.rows is None:
+    if mask.whole:
         return expected(mask, **words)
     found = fcp.masks.materialize(mask, **words)
     assert found is not None
@@ -418,12 +407,9 @@ def check_blocks(mask: Mask, block: int, **words: Any) -> tuple[int, int]:
 def test_the_block_mask_is_the_dense_one(block: int, description: tuple[Mask, dict[str, int]]) -> None:
     """A block that somebody sees and that is left out; one that is called whole and is not; and the mask's function."""
     mask, words = description
-    before = _flex.BLOCK
-    _flex.BLOCK = block
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_flex, "BLOCK", block)
         check_blocks(mask, block, **words)
-    finally:
-        _flex.BLOCK = before
 
 
 def test_blocks_that_are_seen_whole_are_told_apart() -> None:
@@ -717,7 +703,7 @@ def error_on(
     wanted = results(
         fcp.attention, [x.double() for x in given], weights.double(), True, mask=mask, kernel="reference", **words
     )
-    there = _kernel_check._on(mask, torch.device(device))
+    there = pytree.map(lambda x: x.to(device), mask)
     moved = [x.to(device) for x in given]
     got = results(fcp.attention, moved, weights.to(device), True, mask=there, kernel=kernel, **words)
     assert all(x.dtype == like.dtype for x, like in zip(got.values(), [q, *given], strict=True))
@@ -760,7 +746,7 @@ def test_parts_and_caps_on_cuda(dtype: torch.dtype, words: dict[str, Any]) -> No
     """What a ring asks for."""
     for mask in [*parts_of("packed"), *parts_of("holes"), DESCRIPTIONS["right padding"][0]]:
         given = [x.cuda() for x in operands_of(mask, dtype, 32, 32)]
-        there = _kernel_check._on(mask, torch.device("cuda"))
+        there = pytree.map(Tensor.cuda, mask)
         found = errors(_flex.FLEX, there, Spec(0.4, **words), given)
         assert max(found.values()) < _kernel_check.BOUNDS[dtype]
 

@@ -388,15 +388,6 @@ def test_a_dropped_soft_cap_shows() -> None:
 # --- vmap -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def registry() -> Iterator[dict[str, fcp.Kernel]]:
-    """The registry, put back afterwards."""
-    before = dict(kernels._registry)
-    yield kernels._registry
-    kernels._registry.clear()
-    kernels._registry.update(before)
-
-
 Seen = list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 

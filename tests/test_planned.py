@@ -69,12 +69,9 @@ def descriptions(draw: Any, most: int = 24) -> tuple[Mask, dict[str, int]]:
 def test_every_pair_is_computed_once(block: int, description: tuple[Mask, dict[str, int]]) -> None:
     """A key that is left out, one that is seen twice, one that nobody may see."""
     mask, words = description
-    before = _plan.BLOCK
-    _plan.BLOCK = block
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "BLOCK", block)
         groups = plan_of(mask, words.get("window"), words.get("chunk"))
-    finally:
-        _plan.BLOCK = before
     assert torch.equal(seen_by(groups, mask, **words), expected(mask, **words).long())
 
 
@@ -102,11 +99,9 @@ def both(mask: Mask, spec: Spec, dtype: torch.dtype = torch.float64) -> list[flo
 def test_it_is_the_reference(softcap: float | None, block: int, description: tuple[Mask, dict[str, int]]) -> None:
     """Forward and backward, merged parts and rows that see nothing included; the formula block by block."""
     mask, words = description
-    before, _planned.CAPPED = _planned.CAPPED, block
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_planned, "CAPPED", block)
         assert max(both(mask, Spec(0.4, softcap=softcap, **words))) < FLOAT64
-    finally:
-        _planned.CAPPED = before
 
 
 def test_long_bands_and_uneven_documents() -> None:
