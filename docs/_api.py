@@ -41,8 +41,8 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model", "typing", "ops", "_prepare"),
     ),
     "Attention": (
-        "Attention and matrix products whose ranks fold into one call, and the registry of kernels.",
-        ("_attention", "_linear"),
+        "Attention, matrix products and norms whose ranks fold into one call, and the registry of kernels.",
+        ("_attention", "_linear", "_rms_norm"),
     ),
     "Gradients and comparison": (
         "First derivatives, and whether two functions are the same.",

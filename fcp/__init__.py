@@ -20,6 +20,7 @@ from fcp._launch import LaunchError, launch
 from fcp._linear import linear
 from fcp._optimizer import Optimizer, optimizer
 from fcp._prepare import prepare
+from fcp._rms_norm import rms_norm
 from fcp._simulate import simulate
 from fcp._train_step import TrainState, TrainStep, train_step
 from fcp._transform import transform
@@ -115,6 +116,7 @@ __all__ = [
     "relative_error",
     "rematerialize",
     "ring",
+    "rms_norm",
     "shard",
     "shard_batch",
     "shard_params",

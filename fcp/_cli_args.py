@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from fcp._order import LAYOUTS
+from fcp.remat import POLICIES
 
 __all__ = [
     "AXES",
     "DTYPES",
+    "REMAT",
     "SIZES",
     "Parser",
     "add_axes",
@@ -35,6 +37,7 @@ __all__ = [
 AXES = ("dp", "fsdp", "cp", "tp")
 SIZES = (*AXES, "ep")
 """What a mesh may say; ep has no ranks of its own."""
+REMAT = ("nothing", *POLICIES)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,14 +58,24 @@ def add_axes(add: Any) -> None:
 def add_ways(add: Any) -> None:
     """Adds the flags that say how the ranks of cp share a sequence."""
     add("--cp-impl", metavar="NAME", help="how attention crosses slices: ulysses, ring, gather or auto (ulysses)")
+    add("--ulysses", type=count, metavar="N", help="of the ranks of cp, how many exchange heads, in a ring of the rest")
     add("--layout", choices=LAYOUTS, help="in which order the ranks of cp hold the sequence (contiguous)")
 
 
 def ways(given: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What of these `fcp.transform` is asked for, on a mesh of these sizes: nothing where no rank holds a slice."""
-    if sizes.get("cp", 1) == 1:
-        return {}
-    return {name: value for name in ("cp_impl", "layout") if (value := getattr(given, name)) is not None}
+    """The sizes of a mesh as `fcp.transform` takes them, with what these flags (or settings) say of its cp.
+
+    Raises:
+        ValueError: Ulysses within a number of ranks that does not divide cp.
+    """
+    found: dict[str, Any] = dict(sizes)
+    found |= {name: value for name in ("cp_impl", "layout") if (value := getattr(given, name)) is not None}
+    if given.ulysses is not None:
+        cp = sizes.get("cp", 1)
+        if cp % given.ulysses:
+            raise ValueError(f"ulysses={given.ulysses} does not divide cp={cp}: it is a part of the ranks of cp")
+        found["cp"] = (given.ulysses, cp // given.ulysses)
+    return found
 
 
 def count(text: str) -> int:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fcp import data, pytree, tables
-from fcp._cli_args import DTYPES, SIZES, add_axes, add_ways, count, mesh, tolerance, ways
+from fcp._cli_args import DTYPES, REMAT, SIZES, add_axes, add_ways, count, mesh, tolerance, ways
 from fcp._cli_inputs import (
     batch_of,
     load_checkpoint,
@@ -55,7 +55,7 @@ def add_check(commands: Any) -> None:
     add_ways(add)
     add("--ep-plan", choices=("dispatch", "all_reduce"), default="dispatch", help="how tokens meet experts (dispatch)")
     add("--mesh", type=mesh, action="append", default=[], metavar="cp=N,tp=N", help="a whole mesh; may be repeated")
-    add("--remat", action="store_true", help="recompute each layer in backward")
+    add("--remat", choices=REMAT, default="nothing", help="what of each layer backward computes again (nothing)")
     add("--checkpoint", metavar="PATH", help="a folder or .gguf file that TARGET, a module, reads with its load()")
     add("--text", metavar="FILE", help="the tokens, instead of random ones: the checkpoint's, or bytes")
     add("--seq", type=count, default=64, metavar="N", help="tokens in a row (64)")
@@ -101,8 +101,7 @@ def _check_on(
                     mesh=mesh,
                     ep_plan=args.ep_plan,
                     remat=args.remat,
-                    **ways(args, sizes),
-                    **cast(Any, sizes),
+                    **cast(Any, ways(args, sizes) if sizes.get("cp", 1) > 1 else sizes),
                 )
                 for mesh, sizes in zip(device_meshes, meshes, strict=True)
             ]
@@ -163,8 +162,8 @@ def _meshes(args: argparse.Namespace) -> list[dict[str, int]]:
     if given and args.mesh:
         raise ValueError(f"--{next(iter(given))} and --mesh say the same; write the whole mesh as --mesh cp=2,tp=2")
     # Nothing said: the least that is a check.
-    meshes = args.mesh or [given or ({} if args.remat else {"cp": 2})]
-    asked = next((name for name in ("cp_impl", "layout") if getattr(args, name) is not None), None)
+    meshes = args.mesh or [given or ({"cp": 2} if args.remat == "nothing" else {})]
+    asked = next((name for name in ("cp_impl", "ulysses", "layout") if getattr(args, name) is not None), None)
     if asked and all(sizes.get("cp", 1) == 1 for sizes in meshes):
         raise ValueError(f"--{asked.replace('_', '-')}: no mesh here has ranks of cp; give --cp 2, or leave it out")
     return meshes

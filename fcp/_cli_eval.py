@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from fcp import checkpoint, data, tables
-from fcp._cli_args import DTYPES, SIZES, add_axes, count, mesh
+from fcp._cli_args import DTYPES, SIZES, add_axes, add_ways, count, mesh, ways
 from fcp._cli_inputs import read_model
 from fcp._cli_ranks import add_ranks, ranks
 from fcp._prepare import prepare
@@ -53,6 +53,7 @@ def add_eval(commands: Any) -> None:
     add("--batch", type=count, metavar="N", help="rows at a time (8, or as many as dp x fsdp needs)")
     add("--mesh", type=mesh, metavar="cp=N,tp=N", help="a whole mesh")
     add_axes(add)
+    add_ways(add)
     add("--dtype", choices=DTYPES, default="float32", help="of the parameters (float32)")
     add("--seed", type=int, default=0, metavar="N", help="of fresh parameters (0)")
     add_ranks(add)
@@ -107,7 +108,7 @@ def _eval_on(device_mesh: Any, args: argparse.Namespace, sizes: dict[str, int], 
         args.target, args.checkpoint, DTYPES[args.dtype], args.seed, lazy=device_mesh is not None
     )
     data.check_vocabulary(documents, model, args.text)
-    sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, sizes))
+    sharded = transform(model, mesh=device_mesh, logits=False, **cast(Any, ways(args, sizes)))
     packed = data.pack(documents, seq=args.seq, batch=rows, shuffle=False, overlap=1)
     trained = None if args.trained is None else checkpoint_at(args.trained)
     shards = sharded.shard(make_params()) if trained is None else checkpoint.load_params(trained, sharded)

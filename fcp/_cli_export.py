@@ -1,7 +1,7 @@
 """`fcp export`: a training's checkpoint as a folder of Hugging Face's, which transformers loads.
 
-    fcp export runs/a OUT --checkpoint FOLDER                           # the newest whole checkpoint of runs/a
-    fcp export runs/a/step-00000042 OUT --checkpoint FOLDER --model models.llama --dtype bfloat16
+    fcp export run OUT --checkpoint FOLDER                              # the newest whole checkpoint of the run
+    fcp export run/checkpoints/step-00000042 OUT --checkpoint FOLDER --model models.llama --dtype bfloat16
 
 A checkpoint has leaves with names; what model they are of, the folder says that the training began from: by its config.
 Its tokenizer goes along. By default transformers' own class reads and writes the model; `--model` names a module with a
@@ -21,6 +21,7 @@ import torch
 
 from fcp import checkpoint, huggingface, pytree
 from fcp._cli_inputs import import_module
+from fcp._training import checkpoint_at
 from fcp._transformed import Transformed
 from fcp.model import Model
 from fcp.typing import Params
@@ -35,7 +36,7 @@ def add_export(commands: Any) -> None:
     export = commands.add_parser("export", help="write a training's checkpoint for transformers", allow_abbrev=False)
     export.set_defaults(run=_export)
     add = export.add_argument
-    add("saved", metavar="CHECKPOINT", help="a checkpoint, or the folder of several: the newest whole one")
+    add("saved", metavar="CHECKPOINT", help="a checkpoint; or a folder of several, or of a run: the newest whole one")
     add("out", metavar="OUT", help="the folder to write, which is not there yet")
     add("--checkpoint", required=True, metavar="PATH", help="a folder or .gguf file of the model that was trained")
     add("--model", metavar="MODULE", help="what reads and writes the model, as models.llama (transformers' own class)")
@@ -47,7 +48,7 @@ def _export(args: argparse.Namespace) -> int:
     if out.exists():
         raise ValueError(f"{out}: it is there already; name a folder that is not")
     model, write = _model(args.model, Path(args.checkpoint))
-    params = checkpoint.load_params(args.saved, Transformed(model, {}))
+    params = checkpoint.load_params(checkpoint_at(args.saved), Transformed(model, {}))
     if args.dtype is not None:
         params = pytree.map(lambda x: x.to(DTYPES[args.dtype]), params)
     shutil.rmtree(partial_out, ignore_errors=True)

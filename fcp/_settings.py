@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fcp._cli_args import DTYPES, SIZES, mesh
+from fcp._cli_args import DTYPES, REMAT, SIZES, mesh
 from fcp._order import LAYOUTS
 
 __all__ = ["KEYS", "Key", "Settings", "settings"]
@@ -57,8 +57,11 @@ class Settings:
     clip: float | None = None
     dtype: str = "float32"
     compute_dtype: str | None = None
-    remat: bool = False
+    remat: str = "nothing"
+    loss_tile: int | None = None
+    mlp_tile: int | None = None
     cp_impl: str | None = None
+    ulysses: int | None = None
     layout: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
@@ -165,8 +168,11 @@ KEYS: dict[str, Key] = {
     "dtype": _one_of("of the parameters, their gradients and moments", *DTYPES),
     "compute_dtype": _one_of("in which the model computes (that of the parameters)", *DTYPES),
     "cp_impl": _words("how attention crosses slices: ulysses, ring, gather or auto (ulysses)", "NAME"),
+    "ulysses": _whole("of the ranks of cp, how many exchange heads, in a ring of the rest"),
     "layout": _one_of("in which order the ranks of cp hold the sequence (contiguous)", *LAYOUTS),
-    "remat": _switch("recompute each layer in backward"),
+    "remat": _one_of("what of each layer backward computes again (nothing)", *REMAT),
+    "loss_tile": _whole("tokens of a tile of the loss (as many as make 2^25 logits)"),
+    "mlp_tile": _whole("tokens of a tile of the MLPs, which are computed again in backward (all)"),
     "mesh": Key(
         f"must be a table of axes and ranks, as {{ cp = 2, tp = 2 }}; axes are {', '.join(SIZES)}",
         _is_mesh,

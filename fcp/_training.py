@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from fcp import checkpoint, data, tables
-from fcp._cli_args import DTYPES
+from fcp._cli_args import DTYPES, ways
 from fcp._cli_inputs import read_model
 from fcp._optimizer import optimizer
 from fcp._run_log import NAME, event_writer, open_log, read_log
@@ -94,12 +94,12 @@ def prepare_run(settings: Settings, device_mesh: Any = None) -> Run:
     sharded = transform(
         model,
         mesh=device_mesh,
-        remat=settings.remat,
-        cp_impl=settings.cp_impl,
-        layout=cast(Any, settings.layout),
+        remat=cast(Any, settings.remat),
         logits=False,
+        loss_tile=settings.loss_tile,
+        mlp_tile=settings.mlp_tile,
         rows="own" if device_mesh is not None and splits_rows else "all",
-        **cast(Any, dict(settings.mesh)),
+        **cast(Any, ways(settings, settings.mesh)),
     )
     rule = optimizer(
         getattr(torch.optim, settings.optimizer),

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fcp import pytree
+from fcp import pytree, rms_norm
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
@@ -43,7 +43,6 @@ from models._checkpoint import ExpertNames, read_params, write_params
 from models._config_json import own_fields, rope_fields, rope_to_json
 from models._experts import gated_expert, route_sums, router_logits, top_k_of_groups, with_statistics
 from models._mlp import mlp_rules, mlp_shapes
-from models._norms import rms_norm
 from models._rope import apply_rope, apply_rope_to_pairs, check_rope, rope_tables
 
 __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]

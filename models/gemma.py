@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from fcp import pytree
+from fcp import pytree, rms_norm
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
@@ -199,9 +199,8 @@ def _norm(
     config: Config, x: Float[Tensor, "*lead width"], weight: Float[Tensor, " width"]
 ) -> Float[Tensor, "*lead width"]:
     """x / rms(x) * (1 + weight) over the last dim, all of it in float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    return (wide * (1 + weight.to(wide.dtype))).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(wide), 1 + weight.to(wide), config.rms_norm_eps).to(x.dtype)
 
 
 # --- its parameters ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fcp import linear, pytree
+from fcp import linear, pytree, rms_norm
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
@@ -37,7 +37,6 @@ from fcp.ops import Ops
 from fcp.typing import Inputs, Output, Params, Replicated, Rules, Shared, Split
 from models._checkpoint import read_params, write_params
 from models._config_json import FAMILIES, fields_from_json, fields_to_json
-from models._norms import rms_norm
 from models._rope import apply_rope, check_rope, rope_tables, rope_type
 
 __all__ = [

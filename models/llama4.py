@@ -31,7 +31,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fcp import pytree
+from fcp import pytree, rms_norm
 from fcp.loss import mean_loss
 from fcp.masks import Mask
 from fcp.model import Model
@@ -42,7 +42,6 @@ from models._checkpoint import read_params, write_params
 from models._config_json import own_fields, rope_fields, rope_to_json
 from models._experts import route_sums, router_logits, with_statistics
 from models._mlp import mlp_rules, mlp_shapes
-from models._norms import rms, rms_norm
 from models._rope import apply_rope_to_pairs, check_rope, rope_tables
 
 __all__ = ["Config", "config_from_json", "config_to_json", "load", "model", "save", "tiny"]
@@ -229,11 +228,16 @@ def _attention(
     if config.no_rope_layers[index]:
         q, k = apply_rope_to_pairs(q, cos, sin), apply_rope_to_pairs(k, cos, sin)
         if config.use_qk_norm:
-            q, k = rms(q, config.rms_norm_eps), rms(k, config.rms_norm_eps)
+            q, k = _rms(q, config.rms_norm_eps), _rms(k, config.rms_norm_eps)
     elif config.attn_temperature_tuning:
         q = q * _temperature(config, positions, q.dtype)
     out = ops.attention(q, k, v, mask, chunk=config.chunk(index))
     return llama.join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
+
+
+def _rms(x: Float[Tensor, "*lead width"], eps: float) -> Float[Tensor, "*lead width"]:
+    """x / rms(x) over the last dim: a norm without a weight."""
+    return rms_norm(x, x.new_ones(x.shape[-1]), eps)
 
 
 def _temperature(

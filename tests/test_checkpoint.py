@@ -208,8 +208,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a manifest that is no object": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json: no JSON object"),
     "somebody else's manifest": (lambda p: (p / "manifest.json").write_text("{}"), "manifest.json: no manifest of"),
     "a later version": (
-        lambda p: _edit(p / "manifest.json", lambda m: m.update(version=2), seal=True),
-        "manifest.json: version 2, and this fcp reads 1",
+        lambda p: _edit(p / "manifest.json", lambda m: m.update(version=3), seal=True),
+        "manifest.json: version 3, and this fcp reads 2",
     ),
     "an altered manifest": (lambda p: _edit(p / "manifest.json", lambda m: m.update(step=1)), "manifest.json: altered"),
     "a renamed checkpoint": (lambda p: p.rename(p.with_name("step-00000008")), "manifest.json: it is of step 7"),
@@ -457,7 +457,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     sharded, _, _ = trained()
     fcp.checkpoint.save(tmp_path, sharded, at(1), keep=1)
     with (
-        mock.patch.object(_shards._Hashed, "write", side_effect=OSError(28, "No space left on device")),
+        mock.patch.object(_shards, "_entries", side_effect=OSError(28, "No space left on device")),
         pytest.raises(RuntimeError, match=r"checkpoint\.save: OSError: \[Errno 28\] No space left"),
     ):
         fcp.checkpoint.save(tmp_path, sharded, at(2), keep=1)
@@ -510,7 +510,7 @@ def test_the_next_save_waits(held: threading.Event, tmp_path: Path) -> None:
 def test_what_fails_beside_the_training_is_raised(tmp_path: Path) -> None:
     """A training that runs for days and saves nothing."""
     sharded, _, _ = trained()
-    full = mock.patch.object(_shards._Hashed, "write", side_effect=OSError(28, "No space left on device"))
+    full = mock.patch.object(_shards, "_entries", side_effect=OSError(28, "No space left on device"))
     with full:
         saving = fcp.checkpoint.save(tmp_path, sharded, at(1), asynchronous=True)
         with pytest.raises(RuntimeError, match="No space left"):

@@ -132,6 +132,9 @@ def test_a_difference_is_status_1(here, capsys):
     assert found["meshes"][1]["worst_error"] > 1e-6
 
 
+HYBRID = ["ulysses(cp_ulysses)", "ring(cp_ring)", "shard_seq(cp_ring x cp_ulysses)"]
+
+
 @pytest.mark.parametrize(
     ("words", "mesh", "applied"),
     [
@@ -140,8 +143,10 @@ def test_a_difference_is_status_1(here, capsys):
         (("--cp", "2", "--cp-impl", "gather"), {"cp": 2}, ["gather(cp)", "shard_seq(cp)"]),
         (("--cp", "2", "--cp-impl=ring", "--layout=zigzag"), {"cp": 2}, ["ring(cp)", "shard_seq(cp, zigzag)"]),
         (("--cp", "1"), {}, []),
-        (("--remat",), {}, ["remat"]),
-        (("--tp", "2", "--remat"), {"tp": 2}, ["shard_params(tp)", "remat"]),
+        (("--remat", "layer"), {}, ["remat"]),
+        (("--remat", "attention"), {}, ["remat(attention)"]),
+        (("--tp", "2", "--remat", "layer"), {"tp": 2}, ["shard_params(tp)", "remat"]),
+        (("--cp=4", "--ulysses=2"), {"cp_ring": 2, "cp_ulysses": 2}, HYBRID),
         (("--dp", "2", "--tp", "2"), {"dp": 2, "tp": 2}, ["shard_params(tp)", "shard_batch(dp)"]),
         (("--fsdp", "2"), {"fsdp": 2}, ["shard_params(fsdp)", "shard_batch(fsdp)"]),
     ],
@@ -404,6 +409,8 @@ REFUSED = {
         "'-2' must be a whole number, 1 or more",
     ),
     "a way to attend and no cp": ((*TINY, "--tp", "2", "--cp-impl", "ring"), "no mesh here has ranks of cp"),
+    "Ulysses within a part that is none": ((*TINY, "--cp", "4", "--ulysses", "3"), "ulysses=3 does not divide cp=4"),
+    "Ulysses within no cp": ((*TINY, "--tp", "2", "--ulysses", "2"), "no mesh here has ranks of cp"),
     "an unknown way to attend": ((*TINY, "--cp", "2", "--cp-impl", "rings"), "registered are auto, ulysses"),
     "an order under Ulysses": ((*TINY, "--cp", "2", "--layout", "zigzag"), "every rank has all of them"),
     "a mesh of no ranks": ((*TINY, "--mesh", "cp=2,tp=0"), "'0' must be a whole number, 1 or more"),

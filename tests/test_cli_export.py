@@ -26,7 +26,7 @@ def trained(family: Any, folder: Path) -> tuple[Any, Any]:
     state = step.init(sharded.shard(params))
     for seed in range(2):
         state, _ = step(state, batch_of(tokens(2, 12, vocab=model.config.vocab_size, seed=seed)))
-        fcp.checkpoint.save(folder / "runs", sharded, state)
+        fcp.checkpoint.save(folder / "run" / "checkpoints", sharded, state)
     return model, state.params
 
 
@@ -39,7 +39,7 @@ def test_transformers_loads_what_was_trained(family: Any, more: Any, tmp_path: P
     """The weights that training began from; experts or heads in another order; a folder that lacks its config."""
     model, params = trained(family, tmp_path)
     out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "runs"), str(out), "--checkpoint", str(tmp_path / "model"), *more]) == 0
+    assert main(["export", str(tmp_path / "run"), str(out), "--checkpoint", str(tmp_path / "model"), *more]) == 0
     assert f"{sum(x.numel() for x in pytree.leaves(params)):,} parameters" in capsys.readouterr().out
     module = transformers.AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32).eval()
     ids = tokens(2, 9, vocab=model.config.vocab_size)
@@ -55,7 +55,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     """Masters in float32 that are written as such, where a model in bfloat16 was asked for."""
     _, params = trained(llama, tmp_path)
     where = ("--checkpoint", str(tmp_path / "model"), "--model", "models.llama", "--dtype", "bfloat16")
-    assert main(["export", str(tmp_path / "runs" / "step-00000002"), str(tmp_path / "out"), *where]) == 0
+    assert main(["export", str(tmp_path / "run" / "checkpoints" / "step-00000002"), str(tmp_path / "out"), *where]) == 0
     _, again = llama.load(tmp_path / "out")
     for a, b in zip(pytree.leaves(params), pytree.leaves(again), strict=True):
         assert torch.equal(a.bfloat16(), b)
@@ -66,12 +66,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: Any) -> None
     trained(llama, tmp_path)
     small = llama.tiny(num_hidden_layers=1)
     llama.save(tmp_path / "small", small.config, small.init(seed=0))
-    runs, out, model = (str(tmp_path / name) for name in ("runs", "out", "model"))
+    runs, out, model = (str(tmp_path / name) for name in ("run/checkpoints", "out", "model"))
     refused = {
+        "nothing is there": (out, out, "--checkpoint", model, "--model", "models.llama"),
         "is there already": (runs, model, "--checkpoint", model),
         "of another model": (runs, out, "--checkpoint", str(tmp_path / "small"), "--model", "models.llama"),
-        "no whole checkpoint there": (out, out, "--checkpoint", model, "--model", "models.llama"),
-        "has no load and no save": (runs, out, "--checkpoint", model, "--model", "models._norms"),
+        "no whole checkpoint there": (model, out, "--checkpoint", model, "--model", "models.llama"),
+        "has no load and no save": (runs, out, "--checkpoint", model, "--model", "models._rope"),
     }
     for words, args in refused.items():
         assert main(["export", *args]) == 2

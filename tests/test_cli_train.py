@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fcp
-from fcp import _cli_eval, _run_log, _settings, data, tables
+from fcp import _cli_eval, _run_log, _settings, _training, data, tables
 from fcp.cli import main
 from models import llama, mixtral
 from tests.tolerances import FLOAT64
@@ -87,8 +87,29 @@ def test_curves_agree_on_every_mesh(here: Path) -> None:
         for key in ("loss", "norm", "lr"):
             assert worst(curve(key=key), curve(mesh, key)) < 1e-9, (mesh, key)
     assert max(curve(key="norm")) > 1.0  # clipping took part
-    assert run("train", "run.toml", "--accumulate", "2", "--remat", "--folder", "parts") == 0
+    assert run("train", "run.toml", "--accumulate", "2", "--remat", "layer", "--folder", "parts") == 0
     assert worst(curve(), curve("parts")) < 1e-9
+    assert run("train", "run.toml", *WAYS, "--folder", "ways") == 0
+    assert worst(curve(), curve("ways")) < 1e-9
+
+
+WAYS = ("--mesh", "cp=4", "--ulysses", "2", "--remat", "attention", "--loss-tile", "5", "--mlp-tile", "3")
+
+
+def test_what_a_run_is_told_reaches_the_transform(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that is read and not passed on; most of them change no number."""
+    told: dict[str, Any] = {}
+    right = _training.transform
+    monkeypatch.setattr(_training, "transform", lambda model, **how: told.update(how) or right(model, **how))
+    assert run("train", "run.toml", *WAYS, "--layout", "zigzag", "--cp-impl", "gather", "--steps", "1") == 0
+    assert {key: told[key] for key in ("cp", "remat", "loss_tile", "mlp_tile", "layout", "cp_impl")} == {
+        "cp": (2, 2),
+        "remat": "attention",
+        "loss_tile": 5,
+        "mlp_tile": 3,
+        "layout": "zigzag",
+        "cp_impl": "gather",
+    }
 
 
 def test_another_row_is_noticed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +321,9 @@ def test_perplexity_is_the_same_on_every_mesh(here: Path, capsys: pytest.Capture
     assert abs(alone["loss"] - by_hand) / by_hand < FLOAT64
     assert alone["perplexity"] == pytest.approx(math.exp(by_hand))
     assert abs(float(sum(by_row)) / len(by_row) - by_hand) / by_hand > 1e-4  # mutant: a mean of means
-    for words in (("--mesh", "cp=2,tp=2"), ("--cp", 3), ("--fsdp", 2, "--batch", 2), ("--dp", 3), ("--batch", 1)):
+    ring = ("--cp", 2, "--cp-impl", "ring", "--layout", "zigzag")
+    meshes = (("--mesh", "cp=2,tp=2"), ("--cp", 3), ("--fsdp", 2, "--batch", 2), ("--dp", 3), ("--batch", 1))
+    for words in (*meshes, ring, ("--cp", 4, "--ulysses", 2)):
         found = evaluated(capsys, "--text", "text.txt", *words)
         assert abs(found["loss"] - alone["loss"]) / alone["loss"] < FLOAT64, words
         assert found["num_targets"] == alone["num_targets"]
@@ -367,9 +390,9 @@ def test_a_flag_wins(here: Path) -> None:
     config = Path("run.toml").read_text() + "mesh = { cp = 2, tp = 2 }\n"
     Path("mesh.toml").write_text(config)
     read: Any = _settings.settings
-    assert read("mesh.toml", {"lr": "1", "remat": True}, {"tp": 4}).mesh == {"cp": 2, "tp": 4}
-    found = read("mesh.toml", {"lr": "1", "remat": True, "weight_decay": "0.5", "mesh": "dp=2"}, {})
-    assert (found.lr, found.remat, found.weight_decay, found.mesh) == (1.0, True, 0.5, {"dp": 2})
+    assert read("mesh.toml", {"lr": "1", "remat": "layer"}, {"tp": 4}).mesh == {"cp": 2, "tp": 4}
+    found = read("mesh.toml", {"lr": "1", "remat": "attention", "weight_decay": "0.5", "mesh": "dp=2"}, {})
+    assert (found.lr, found.remat, found.weight_decay, found.mesh) == (1.0, "attention", 0.5, {"dp": 2})
     assert read("mesh.toml", {"seq": None}, {}).seq == 12
 
 
@@ -392,6 +415,9 @@ REFUSED = {
     "a mesh of no axis": ("", ("--mesh", "pp=2"), "unknown mesh axis 'pp'"),
     "an unknown flag": ("", ("--sqe", "3"), "unrecognized arguments: --sqe 3"),
     "rows that do not divide": ("", ("--fsdp", "2", "--accumulate", "4"), "give a multiple of 8"),
+    "a part that is none": ("", ("--cp", "4", "--ulysses", "3"), "ulysses=3 does not divide cp=4"),
+    "a part of no cp": ("", ("--tp", "2", "--ulysses", "2"), "ulysses=2 does not divide cp=1"),
+    "a way of no cp": ("", ("--cp-impl", "ring"), "no cp splits the sequence"),
     "cp above the row": ("", ("--cp", "13"), "cp=13 is larger than the 12 tokens"),
     "a warm-up without end": ("", ("--warmup", "5"), "warmup = 5 is longer than the 4 steps"),
     "tp that does not divide": ("", ("--tp", "3"), "tp=3 does not divide"),

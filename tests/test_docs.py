@@ -45,7 +45,7 @@ def test_everything_public_has_a_docstring(name: str) -> None:
 def test_functions_say_what_they_raise(name: str) -> None:
     """Errors that a caller meets for the first time at night."""
     doc = inspect.getdoc(getattr(fcp, name)) or ""
-    quiet = {"record", "relative_error", "rematerialize", "linear"}  # these raise nothing of their own
+    quiet = {"record", "relative_error", "rematerialize", "linear", "rms_norm"}  # these raise nothing of their own
     assert name in quiet or "Raises:" in doc, name
 
 

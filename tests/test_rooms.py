@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_watch", "_per_mask"),
     ("_selfcheck",),
     ("_process",),
-    ("_collective", "kernels", "_plan", "_linear", "_grouped", "_schedule", "_order", "_tiled_loss"),
+    ("_collective", "kernels", "_plan", "_linear", "_rms_norm", "_grouped", "_schedule", "_order", "_tiled_loss"),
     ("_planned", "_varlen", "_flex", "_kernel_check"),
     ("collectives",),
     ("_simulate", "_distribute", "_agree", "_attention", "_prepare", "_launch", "_experts", "_dispatch", "_ep_view"),
@@ -126,6 +126,7 @@ def test_models_know_no_axis(path: Path) -> None:
         "fcp.pytree",
         "fcp.huggingface",
         "fcp.linear",
+        "fcp.rms_norm",
     }
     wrong = [
         name

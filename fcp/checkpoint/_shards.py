@@ -17,12 +17,10 @@ blocks are cut: what a process holds beside its shards is some 64th of them.
 Left out: scalars, which are in state.json; and every other storage of torch's, whose metadata is a pickle.
 """
 
-import hashlib
-import io
+import itertools
 import json
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,15 +37,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from fcp.checkpoint._folder import CHECKSUM, Checksum
 from fcp.checkpoint._state import CODES, Block
 
 __all__ = ["Stored", "read_blocks", "stored", "write_blocks"]
 
 FILES, FILE_BYTES = 64, 16 * 2**20
 """How many files a process writes, about, and the least that makes another one worth it."""
-
-HASHED_BESIDE = 2**18
-"""Bytes from which on it is worth a thread."""
 
 Facts = dict[str, dict[str, Any]]
 
@@ -56,7 +52,7 @@ Facts = dict[str, dict[str, Any]]
 
 
 def write_blocks(folder: Path, number: int, count: int, blocks: Sequence[Block]) -> Facts:
-    """Writes process `number`'s blocks (of `count` processes) into `folder`; each file's bytes and sha256, by name."""
+    """Writes process `number`'s blocks (of `count` processes) into `folder`; each one's bytes and checksum, by name."""
     facts: Facts = {}
     for index, chosen in enumerate(_files(blocks)):
         name = f"shard-{index * count + number + 1:05d}-model-00001-of-00001.safetensors"
@@ -68,7 +64,7 @@ def write_blocks(folder: Path, number: int, count: int, blocks: Sequence[Block])
 
 
 def _write_file(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
-    """One safetensors file, with the offsets of its chunks as torch's storage has them; its bytes and sha256."""
+    """One safetensors file, with the offsets of its chunks as torch's storage has them; its bytes and checksum."""
     header: dict[str, Any] = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({block.name: {"saved_offsets": block.offsets} for block in blocks}),
@@ -83,12 +79,17 @@ def _write_file(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
         header[block.name] = about
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with _Hashed(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for block in blocks:
-            entries: Any = block.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            file.write(memoryview(entries))
-    return {"bytes": 8 + len(text) + end, "sha256": file.sha256.hexdigest()}
+    checksum = Checksum()
+    with path.open("wb") as file:
+        for piece in itertools.chain([len(text).to_bytes(8, "little") + text], map(_entries, blocks)):
+            file.write(piece)
+            checksum.update(piece)
+    return {"bytes": 8 + len(text) + end, CHECKSUM: checksum.hexdigest()}
+
+
+def _entries(block: Block) -> memoryview:
+    entries: Any = block.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(entries)
 
 
 def _files(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -115,25 +116,6 @@ def _cut(block: Block, most: int) -> Iterator[Block]:
     for first in range(0, block.values.shape[0], rows):
         offsets = (block.offsets[0] + first, *block.offsets[1:])
         yield replace(block, offsets=offsets, values=block.values[first : first + rows])
-
-
-class _Hashed(io.BufferedWriter):
-    """A file whose checksum is computed beside the writing of it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        if len(data) < HASHED_BESIDE:
-            self.sha256.update(data)
-            return super().write(data)
-        hashing = threading.Thread(target=self.sha256.update, args=(data,))
-        hashing.start()
-        try:
-            return super().write(data)
-        finally:
-            hashing.join()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def failures(folder: Path, model: fcp.Model, params: Any, sizes: dict[str, int],
     state = trained(sharded, params, inputs)
     rank = dist.get_rank()
     full = OSError(28, "No space left on device")
-    disk = mock.patch.object(_shards._Hashed, "write", side_effect=full)
+    disk = mock.patch.object(_shards, "_entries", side_effect=full)
 
     def refused(name: str, act: Callable[[], Any], words: str, *, odd: Any = None) -> Result:
         said = ""
@@ -162,7 +162,7 @@ def failures(folder: Path, model: fcp.Model, params: Any, sizes: dict[str, int],
         data[-1] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    words = f"altered; its sha256 is not what manifest.json says. There is no whole one in {folder}."
+    words = f"altered; its checksum is not what manifest.json says. There is no whole one in {folder}."
     yield refused("an altered byte", lambda: fcp.checkpoint.load(path, sharded), words)
     save(folder, sharded, state)
     yield "and again", 0.0, same(state, fcp.checkpoint.load(path, sharded)[0])
