@@ -98,7 +98,7 @@ def actions(folder: Path, sharded: fcp.Transformed, state: fcp.TrainState) -> di
         found[f"save {kind}"] = cleared(folder / kind, lambda kind=kind: torch_save(kind, folder / kind, tensors))
         found[f"load {kind}"] = lambda kind=kind: torch_load(kind, folder / kind, tensors)
     found["save fcp"] = cleared(folder / "fcp", lambda: fcp.checkpoint.save(folder / "fcp", sharded, state))
-    found["load fcp"] = lambda: fcp.checkpoint.load(folder / "fcp", sharded)
+    found["load fcp"] = lambda: fcp.checkpoint.load(folder / "fcp", sharded, state)
     return found
 
 

@@ -20,7 +20,7 @@ import torch.distributed.nn.functional  # before there is a group: its default a
 from torch import Tensor
 
 from fcp._selfcheck import check_once
-from fcp._watch import collective
+from fcp._watch import collective, watch_of
 
 if TYPE_CHECKING:
     from fcp._collective import Rule
@@ -182,12 +182,15 @@ def _gather(x: Tensor, whole: Tensor, group: Any) -> Any:
 def group_of(mesh: Any, names: tuple[str, ...]) -> Any:
     """The process group of one dimension of the mesh, or of several flattened.
 
-    The mesh makes it once. It is looked up anew each time (10 microseconds), since a cache here would keep groups alive
-    past `destroy_process_group`, and their threads would fall with the interpreter.
+    The mesh makes it once, and it is told once how long to wait. It is looked up anew each time (10 microseconds): a
+    cache here would keep groups alive past `destroy_process_group`, and their threads would fall with the interpreter.
     """
-    if len(names) == 1:
-        return mesh.get_group(names[0])
     order = [name for name in mesh.mesh_dim_names if name in names]
-    if tuple(order) != names:
+    if len(names) > 1 and tuple(order) != names:
         raise ValueError(f"a collective over {names}: the mesh has them in the order {tuple(order)}; name them so")
-    return mesh[names]._flatten("_".join(names)).get_group()
+    one = len(names) == 1
+    group = mesh.get_group(names[0]) if one else mesh[names]._flatten("_".join(names)).get_group()
+    watch = watch_of()
+    if watch is not None:
+        watch.hurry(group)
+    return group

@@ -14,10 +14,11 @@ first failure. From then on
   Python can wake it; so does one that the launcher or the user told to stop (SIGTERM, SIGINT), and, after twice as
   long, one that has not come to a collective yet, or is in one of torch's own (a checkpoint's, say).
 
-A collective that takes longer than the default group's timeout has a rank that never came: the one that has entered the
-fewest, of fcp's and of those that torch counts in the default group. (The groups of a mesh would wait for torch's
-default of half an hour, whatever was asked for.) What fails is explained only if it has to do with other ranks: memory
-that runs out in the middle of a collective is this rank's own failure.
+A collective that takes longer than nine tenths of the default group's timeout has a rank that never came: the one that
+has entered the fewest, of fcp's and of those that torch counts in the default group. The tenth is for the others to
+fail in, so that all have when the timeout is over. (Groups of a mesh would wait for torch's default of half an hour;
+they are told. The default group is left as it is.) What fails is explained only if it has to do with other ranks:
+memory that runs out in the middle of a collective is this rank's own failure.
 
 An exception that all ranks raise alike (ValueError and NameError: what callers get wrong) leaves them of use, and is
 no failure until it ends a process. What a collective costs for all this is two attributes.
@@ -36,7 +37,9 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -45,6 +48,8 @@ __all__ = ["RankError", "Watch", "collective", "explained", "failed_here", "last
 
 EVERY = 0.25
 """Seconds between two looks."""
+PATIENCE = 0.9
+"""The part of the default group's timeout that a collective may take."""
 GRACE = 3.0
 """Seconds in which a process that is not stuck raises by itself, before its watch ends it."""
 
@@ -140,10 +145,11 @@ class Watch:
         self.store = store.clone()
         self.rank, self.size, self.pid = dist.get_rank(), dist.get_world_size(), os.getpid()
         self.entered, self.last, self.inside, self.since = 0, ("", ("",)), False, 0.0
-        self.timeout = _timeout()
+        self.patience = PATIENCE * _timeout()
         self.failure: dict[str, Any] = {}
         self.raised = False  # whether this process knows of the failure, as an exception
         self.beats = 0
+        self.hurried: set[str] = set()
         self.checked: set[Any] = set()  # what the self-check has found right in this group
         self.ended = threading.Event()
         self.publish()
@@ -151,6 +157,15 @@ class Watch:
         self.thread.start()
 
     # --- for the process itself ---
+
+    def hurry(self, group: Any) -> None:
+        """Tells a group of a mesh, once, how long its collectives may take."""
+        if group.group_name in self.hurried:
+            return
+        self.hurried.add(group.group_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backend of another make has no such setting; then this watch sees to it
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.patience), group)
 
     def enter(self, name: str, names: tuple[str, ...]) -> None:
         if self.failure:
@@ -242,8 +257,8 @@ class Watch:
                 beat = None
             if beat is not None and not beat["left"] and _is_gone(beat):
                 self.fail(neighbour, f"was killed or died (process {beat['pid']})", f"last seen {beat['where']}")
-            if self.inside and not self.failure and time.monotonic() - self.since > self.timeout + EVERY:
-                self._cause(late=True)  # a group of a mesh has torch's default timeout, not the one asked for
+            if self.inside and not self.failure and time.monotonic() - self.since > self.patience + EVERY:
+                self._cause(late=True)  # by a backend that keeps no time itself
             # Who computes raises at its next collective. Ended is who does not: stuck in one, stalled, told to stop, or
             # for long without a word of ours (in a collective of torch's own; in a computation that is of no use).
             stuck = self.inside or self.rank in self.failure.get("stalled", ())

@@ -242,9 +242,12 @@ def wanted_of(
         if not lies.shape:
             continue
         parameter = name if name.startswith(PARAMS) else PARAMS + _of(name)[1]
-        x = torch.zeros(lies.part.shape, dtype=wanted.dtypes[name], device=devices.get(parameter, usual))
+        x = torch.empty(lies.part.shape, dtype=wanted.dtypes[name], device=devices.get(parameter, usual))
+        found = _blocks(name, lies, x)
+        if sum(block.values.numel() for block in found) < x.numel():
+            x.zero_()  # the rest is padding
         wanted.tensors[name] = x
-        wanted.blocks.extend(_blocks(name, lies, x))
+        wanted.blocks.extend(found)
     return wanted
 
 

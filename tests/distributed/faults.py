@@ -35,6 +35,20 @@ def fault(kind: str, folder: Path) -> None:
     time.sleep(1000)
 
 
+def failing(kind: str, place: str, rank: int, folder: Path) -> None:
+    """`step`, with the time at which this rank knew of the failure written down, raised or told by its watch."""
+
+    def note(error: BaseException) -> None:
+        (folder / f"failed_{dist.get_rank()}").write_text(str(time.time()))
+
+    _watch.last_words.append(note)
+    try:
+        step(kind, place, rank, folder)
+    except BaseException as error:
+        note(error)
+        raise
+
+
 def step(kind: str, place: str, rank: int, folder: Path) -> None:
     """A training step and a save on a mesh of 4, in which `rank` fails."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -69,12 +83,14 @@ class Seen:
 
     Attributes:
         seconds: from the fault until every process had ended.
+        others: until every other rank had said why it failed.
         raised: what the caller of `launch` was told, in one line.
         said: the last line of each other rank's standard error.
         left: processes of the launch that still run.
     """
 
     seconds: float
+    others: float
     raised: str
     said: dict[int, str]
     left: list[int]
@@ -83,18 +99,20 @@ class Seen:
 def inject(kind: str, place: str, rank: int, folder: Path) -> Seen:
     before = children()
     try:
-        fcp.launch(step, kind, place, rank, folder, num_processes=PROCESSES, timeout=TIMEOUT, log_dir=folder)
+        fcp.launch(failing, kind, place, rank, folder, num_processes=PROCESSES, timeout=TIMEOUT, log_dir=folder)
     except fcp.LaunchError as error:
         raised = str(error).splitlines()[0]
     else:
         raised = ""
-    seconds = time.time() - float((folder / "when").read_text())
+    when = float((folder / "when").read_text())
+    seconds = time.time() - when
+    others = max(float((folder / f"failed_{o}").read_text()) for o in range(PROCESSES) if o != rank) - when
     said = {
         other: next((line for line in reversed(lines(folder, other)) if "rank" in line), "")
         for other in range(PROCESSES)
         if other != rank
     }
-    return Seen(seconds, raised, said, sorted(children() - before))
+    return Seen(seconds, others, raised, said, sorted(children() - before))
 
 
 def lines(folder: Path, rank: int) -> list[str]:

@@ -17,13 +17,14 @@ from tests.distributed import faults
 from tests.distributed.faults import FAULTS, TIMEOUT, Seen, inject
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = [("raise", "backward", 0), ("kill", "forward", 2), ("stall", "checkpoint", 2)]
+QUICK = [("raise", "backward", 0), ("kill", "forward", 2), ("stall", "backward", 0), ("stall", "checkpoint", 2)]
 
 
 def check(kind: str, rank: int, seen: Seen) -> None:
     """Every other rank named the one that failed and a collective, in time; nothing runs on."""
     what = {"raise": "raised MemoryError: no room for 7", "kill": "was killed or died", "stall": "did not come"}[kind]
     assert seen.seconds < 10 + (TIMEOUT if kind == "stall" else 0)
+    assert kind != "stall" or seen.others < TIMEOUT + 2
     assert f"rank {rank}" in seen.raised
     for said in seen.said.values():
         assert f"rank {rank} {what}" in said
