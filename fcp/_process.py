@@ -185,11 +185,13 @@ def group_of(mesh: Any, names: tuple[str, ...]) -> Any:
     The mesh makes it once, and it is told once how long to wait. It is looked up anew each time (10 microseconds): a
     cache here would keep groups alive past `destroy_process_group`, and their threads would fall with the interpreter.
     """
-    order = [name for name in mesh.mesh_dim_names if name in names]
-    if len(names) > 1 and tuple(order) != names:
-        raise ValueError(f"a collective over {names}: the mesh has them in the order {tuple(order)}; name them so")
-    one = len(names) == 1
-    group = mesh.get_group(names[0]) if one else mesh[names]._flatten("_".join(names)).get_group()
+    if len(names) == 1:
+        group = mesh.get_group(names[0])
+    else:
+        order = tuple(name for name in mesh.mesh_dim_names if name in names)
+        if order != names:
+            raise ValueError(f"a collective over {names}: the mesh has them in the order {order}; name them so")
+        group = mesh[names]._flatten("_".join(names)).get_group()
     watch = watch_of()
     if watch is not None:
         watch.hurry(group)

@@ -228,16 +228,12 @@ def _attention(
     if config.no_rope_layers[index]:
         q, k = apply_rope_to_pairs(q, cos, sin), apply_rope_to_pairs(k, cos, sin)
         if config.use_qk_norm:
-            q, k = _rms(q, config.rms_norm_eps), _rms(k, config.rms_norm_eps)
+            ones = q.new_ones(config.head_dim)
+            q, k = rms_norm(q, ones, config.rms_norm_eps), rms_norm(k, ones, config.rms_norm_eps)
     elif config.attn_temperature_tuning:
         q = q * _temperature(config, positions, q.dtype)
     out = ops.attention(q, k, v, mask, chunk=config.chunk(index))
     return llama.join(ops, out.transpose(1, 2).flatten(2), params["o_proj"])
-
-
-def _rms(x: Float[Tensor, "*lead width"], eps: float) -> Float[Tensor, "*lead width"]:
-    """x / rms(x) over the last dim: a norm without a weight."""
-    return rms_norm(x, x.new_ones(x.shape[-1]), eps)
 
 
 def _temperature(
