@@ -1,6 +1,5 @@
 """fcp.rms_norm: the formula, at every level of ranks, with its derivatives, keeping x alone."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 import fcp
 from tests.tolerances import FLOAT64
-from tests.toys import worst_error
+from tests.toys import LEVELS, error_at_two_levels, worst_error
 
 X = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -84,26 +83,10 @@ def test_vmap_is_a_loop(x_dim: int | None, w_dim: int | None, inside: bool) -> N
     assert worst_error(found(formula), found(norm)) < FLOAT64
 
 
-LEVELS = list(itertools.product([None, 0], repeat=4))
-
-
-@pytest.mark.parametrize("dims", [d for d in LEVELS if any(x is not None for x in d)], ids=str)
+@pytest.mark.parametrize("dims", LEVELS, ids=str)
 def test_two_levels(dims: tuple[int | None, ...]) -> None:
     """Weights of one level laid along the other's."""
-    x_in, w_in, x_out, w_out = dims
-    x, w = X, W
-    for axis, (x_dim, w_dim) in enumerate([(x_in, w_in), (x_out, w_out)]):
-        x = x if x_dim is None else torch.stack([x, x * 2 + axis])
-        w = w if w_dim is None else torch.stack([w, w * 3 - axis])
-
-    def nested(of: Any) -> Any:
-        fn = of
-        for x_dim, w_dim in ((x_in, w_in), (x_out, w_out)):
-            if (x_dim, w_dim) != (None, None):
-                fn = torch.func.vmap(fn, (x_dim, w_dim))
-        return gradients(fn, x, w)
-
-    assert worst_error(nested(formula), nested(norm)) < FLOAT64
+    assert error_at_two_levels(formula, norm, X, W, dims) < FLOAT64
 
 
 def test_second_derivative() -> None:

@@ -4,6 +4,7 @@ T: vocab 64, width 32, 2 layers, 4 query and 2 kv heads of 8, float64. Every par
 norms too, since one that is zero or one hides what happens to it.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -53,3 +54,24 @@ def worst_error(expected: Any, actual: Any) -> float:
         return float("inf")
     pairs = zip(pytree.leaves(expected), pytree.leaves(actual), strict=True)
     return max((fcp.relative_error(a, b) for a, b in pairs), default=0.0)
+
+
+LEVELS = [dims for dims in itertools.product([None, 0], repeat=4) if any(dim is not None for dim in dims)]
+"""Where two levels of ranks lie in two operands: (of the first, of the second) inside, then outside; None: nowhere."""
+
+
+def error_at_two_levels(wanted: Any, found: Any, x: Tensor, w: Tensor, dims: tuple[int | None, ...]) -> float:
+    """The worst error of the gradients of two functions of (x, w), both mapped over the levels of `dims`."""
+    x_in, w_in, x_out, w_out = dims
+    for axis, (x_dim, w_dim) in enumerate([(x_in, w_in), (x_out, w_out)]):
+        x = x if x_dim is None else torch.stack([x, x * 2 + axis])
+        w = w if w_dim is None else torch.stack([w, w * 3 - axis])
+
+    def nested(of: Any) -> Any:
+        fn = of
+        for x_dim, w_dim in ((x_in, w_in), (x_out, w_out)):
+            if (x_dim, w_dim) != (None, None):
+                fn = torch.func.vmap(fn, (x_dim, w_dim))
+        return torch.func.grad(lambda x, w: torch.sin(fn(x, w)).sum(), (0, 1))(x, w)
+
+    return worst_error(nested(wanted), nested(found))
