@@ -18,8 +18,9 @@ Left out: an auxiliary loss over several micro-batches. It is no sum over target
 is refused. The order of the data and what is written to disk are not a step's.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +86,8 @@ class TrainStep:
 
         Raises:
             ValueError: no batch; micro-batches of which some say `num_items_in_batch` and some do not, or that say
-                different ones; or several micro-batches of a model with an auxiliary loss.
+                different ones; several micro-batches of a model with an auxiliary loss; or processes that were handed
+                different numbers of them, or what else does not belong together.
         """
         loss, grads = self._gradients(state.params, _counted(batch))
         norm = self.sharded.norm(grads, self.norm_order)
@@ -101,11 +103,11 @@ class TrainStep:
         return replace(after, params=params, optimizer=optimizer), metrics
 
     def _gradients(self, params: Params, batches: list[Batch]) -> tuple[Tensor, Params]:
-        gradient: Callable[..., Any] = value_and_grad(self._forward)
         loss: Any = None
         grads: Any = None
-        for each in batches:
-            out, more = gradient(params, each)
+        for index, each in enumerate(batches):
+            forward = functools.partial(self._forward, micro_batch=(index, len(batches)))
+            out, more = value_and_grad(forward)(params, each)
             if len(batches) > 1 and "auxiliary_loss" in (out.statistics or {}):
                 raise ValueError(
                     f"train_step: {len(batches)} micro-batches of a model with an auxiliary loss, which is no sum over "
@@ -115,11 +117,11 @@ class TrainStep:
             grads = more if grads is None else pytree.map(torch.add, grads, more)
         return loss, grads
 
-    def _forward(self, params: Params, batch: Batch) -> Output:
+    def _forward(self, params: Params, batch: Batch, micro_batch: tuple[int, int]) -> Output:
         dtype = self.compute_dtype
         if dtype is not None:
             params = pytree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, params)
-        return self.sharded.on_shards(params, batch)
+        return self.sharded.on_shards(params, batch, micro_batch=micro_batch)
 
 
 def _counted(batch: Batch | Sequence[Batch]) -> list[Batch]:

@@ -55,7 +55,14 @@ class Transformed:
             return distribute(self.model_fn, self.mesh)(params, prepared, ops)
         return simulate(self.model_fn, **self.axes)(params, prepared, ops)
 
-    def on_shards(self, shards: Params, inputs: Inputs | Mapping[str, Any], ops: Ops = LOCAL) -> Output:
+    def on_shards(
+        self,
+        shards: Params,
+        inputs: Inputs | Mapping[str, Any],
+        ops: Ops = LOCAL,
+        *,
+        micro_batch: tuple[int, int] = (0, 1),
+    ) -> Output:
         """The same function of this rank's shards: the parameters are whole in no process.
 
         Its `torch.func.grad` and `fcp.value_and_grad` give the gradient of each shard: the whole gradient's part.
@@ -64,15 +71,16 @@ class Transformed:
             shards: what `shard` gives.
             inputs: as for the function itself.
             ops: as for the function itself.
+            micro_batch: which micro-batch of a step the inputs are, and of how many; all ranks must say the same.
 
         Raises:
-            ValueError: the shards are not this rank's parts of the model's parameters (every leaf is named), or the
-                model is a plain function, which knows no shapes.
+            ValueError: the shards are not this rank's parts of the model's parameters (every leaf is named); the
+                model is a plain function, which knows no shapes; or the ranks were handed what is not one step's.
         """
         if not self._split:
             return self(shards, inputs, ops)
         laid = _shards.lay(shards, self._placements, self._shapes, self.mesh)
-        prepared = self._agreed(shards, inputs, prepare(inputs))
+        prepared = self._agreed(shards, inputs, prepare(inputs), micro_batch)
 
         def run(laid: Params, prepared: Inputs, ops: Ops) -> Output:
             return self._sharded.on_local(mark_varying(laid, self._placements), prepared, ops)
@@ -181,9 +189,17 @@ class Transformed:
     def _sharded(self) -> Sharded:
         return cast(Sharded, self.model_fn)
 
-    def _agreed(self, params: Params, given: Any, prepared: Inputs) -> Inputs:
+    def _agreed(self, params: Params, given: Any, prepared: Inputs, micro_batch: tuple[int, int] = (0, 1)) -> Inputs:
         counted = isinstance(given, Inputs) or given.get("num_items_in_batch") is None
-        return agree(self.mesh, params, prepared, what=self._what, own=self.own, counted=counted)
+        return agree(
+            self.mesh,
+            params,
+            prepared,
+            what=self._what,
+            own=self.own,
+            counted=counted,
+            micro_batch=micro_batch,
+        )
 
     @property
     def _what(self) -> str:

@@ -121,6 +121,15 @@ def test_own_rows(processes: int, count: int, tmp_path: Path) -> None:
     assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
 
 
+@pytest.mark.parametrize(("processes", "count"), [(2, 12), (4, 18)])
+def test_steps_of_own_rows(processes: int, count: int, tmp_path: Path) -> None:
+    """Micro-batches divided by their reader's targets; readers that wait for each other in different collectives; a
+    count of a reader's own, which scales its part of the loss."""
+    lines = work(processes, "steps", 0, tmp_path)
+    assert len(lines) == count
+    assert not [line for line in lines if not line["error"] < FLOAT64 or not line["same"]]
+
+
 def test_saved_states_go_on_elsewhere(tmp_path: Path) -> None:
     """A moment that lies otherwise than its parameter; a copy written twice, or by nobody; a rank that waits for one
     whose disk is full."""

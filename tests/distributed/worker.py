@@ -23,7 +23,7 @@ import fcp
 from fcp import _collective, pytree
 from fcp import collectives as collectives_of
 from tests import experts_grid
-from tests.distributed import checkpoints, shards
+from tests.distributed import checkpoints, shards, steps
 from tests.grid import MESHES, WAYS, Case, batch, cases, model_of, reference, sample
 from tests.toys import gradient, tokens, worst_error
 
@@ -209,8 +209,8 @@ def disagreements() -> Iterator[Result]:
         "one label": (params, {**inputs, "labels": other}, "another batch"),
         "a mask": (params, {**inputs, "attention_mask": (other > 9).long()}, "another batch"),
         "another length": (params, shorter, "another batch"),
-        "a dtype": (single, inputs, "[1] of the mesh were handed another parameters"),
-        "a missing leaf": ({"model": params["model"]}, inputs, "another parameters"),
+        "a dtype": (single, inputs, "[1] of the mesh were handed other parameters"),
+        "a missing leaf": ({"model": params["model"]}, inputs, "other parameters"),
     }
     for name, (odd_params, odd_inputs, words) in cases.items():
         said = ""
@@ -234,6 +234,7 @@ KINDS: dict[str, Callable[[], Iterator[Result]]] = {
     "checkpoints": shards.checkpoints,
     "regathers": shards.regathers,
     "rows": shards.own_rows,
+    "steps": steps.own_steps,
     "saves": checkpoints.saves,
     "memory": memory,
 }
