@@ -31,7 +31,6 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -43,6 +42,8 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+
+from fcp import _signals
 
 __all__ = ["RankError", "Watch", "collective", "explained", "failed_here", "last_words", "watch_of"]
 
@@ -247,7 +248,7 @@ class Watch:
     def _look(self) -> None:
         neighbour, ends = (self.rank + 1) % self.size, None
         while not self.ended.is_set() and _default_store() is self.group_store:
-            told = _signal_within(EVERY)
+            told = _signals.told_within(EVERY, lambda: self.inside)
             try:
                 self.publish()
                 if self.store.check(["fcp/failure"]):
@@ -340,17 +341,11 @@ def _is_gone(beat: dict[str, Any]) -> bool:
         return False
 
 
-# --- signals and exceptions of the process ----------------------------------------------------------------------------
-# A handler in Python runs between two instructions of the main thread, and not while that waits in a collective. The
-# number of a signal is written into a pipe at once, and the watch reads it.
-
-_pipe: tuple[int, int] | None = None
-_told = 0
+# --- the process's end ------------------------------------------------------------------------------------------------
 
 
 def _install() -> None:
     """Once a process: exceptions that nothing catches are reported, an ordinary end is no death, signals are seen."""
-    global _pipe
     previous = sys.excepthook
 
     def uncaught(kind: Any, error: Any, trace: Any) -> None:
@@ -363,48 +358,12 @@ def _install() -> None:
 
     sys.excepthook = uncaught
     atexit.register(_leave)
-    if threading.current_thread() is not threading.main_thread():
-        return
-    pipe = os.pipe()
-    for end in pipe:
-        os.set_blocking(end, False)
-    before = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
-    if before != -1:  # an event loop reads the signals of this process; leave them to it
-        signal.set_wakeup_fd(before)
-        return
-    _pipe = pipe
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
+    _signals.listen(lambda: _watch is not None and _watch.thread.is_alive())
 
 
 def _leave() -> None:
     """Ends the watch before the interpreter ends: a thread that wakes up later, in the store, aborts the process."""
     if _watch is not None and _watch.pid == os.getpid():
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _terminated:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _signals.leave()
         _watch.ended.set()
         _watch.thread.join(timeout=10 * EVERY)
-
-
-def _terminated(number: int, frame: Any) -> None:
-    """Stands for the default action, which the watch takes when it has found out why; where there is none, takes it."""
-    if _watch is None or not _watch.thread.is_alive():
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-def _signal_within(seconds: float) -> int:
-    """The signal that is to end this process, if one has come: SIGTERM, or SIGINT while the main thread is stuck."""
-    global _told
-    if _pipe is None:
-        time.sleep(seconds)
-        return 0
-    if select.select([_pipe[0]], [], [], seconds)[0]:
-        numbers = os.read(_pipe[0], 64)
-        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _terminated:
-            _told = signal.SIGTERM
-        elif signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            _told = signal.SIGINT
-    if _told == signal.SIGINT and (_watch is None or not _watch.inside):
-        _told = 0  # the main thread gets its KeyboardInterrupt
-    return _told

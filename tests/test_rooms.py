@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_function", "pytree", "typing", "_stored", "_kept", "_host"),
+    ("_function", "pytree", "typing", "_stored", "_kept", "_host", "_signals"),
     ("axes", "trace", "masks", "loss"),
     ("_watch", "_per_mask"),
     ("_selfcheck",),
