@@ -28,7 +28,15 @@ def linear(
     weight: Float[Tensor, "out width"],
     bias: Float[Tensor, " out"] | None = None,
 ) -> Float[Tensor, "*lead out"]:
-    """x @ weight^T + bias, as `torch.nn.functional.linear`; cheap where simulated ranks split x, weight or both."""
+    """x @ weight^T + bias, as `torch.nn.functional.linear`; cheap where simulated ranks split x, weight or both.
+
+    Raises:
+        ValueError: the weight is no matrix, or its rows are not as long as x's last dim.
+    """
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"linear: weight {tuple(weight.shape)} for x {tuple(x.shape)}; it must be [out, {x.shape[-1]}]"
+        )
     y = _Linear.apply(x, weight)
     return y if bias is None else y + bias
 

@@ -31,7 +31,15 @@ def rms_norm(
 
     The mean is taken in float32 or wider, and the quotient rounded to x's dtype before the weight multiplies it. Of
     the operands and what lies between, x alone is kept for backward.
+
+    Args:
+        eps: added to the mean of squares.
+
+    Raises:
+        ValueError: the weight is not one number for each of x's last dim.
     """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight {tuple(weight.shape)} for x {tuple(x.shape)}; it must be [{x.shape[-1]}]")
     return _RMSNorm.apply(x, weight, eps)
 
 

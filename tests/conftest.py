@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -24,3 +25,11 @@ def registry() -> Iterator[dict[str, Any]]:
     kernels._registry.update(before)
     _kernel_check._checked.clear()
     _kernel_check._checked.update(checked)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Shape annotations off, as they are for users: the library's own message is what is tested."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

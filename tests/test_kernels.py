@@ -1,11 +1,10 @@
 """Attention on one device against a softmax written out in float64: values, gradients, second derivatives, vmap."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -852,14 +851,6 @@ def test_an_unknown_kernel_or_argument_is_an_error() -> None:
         fcp.attention(*qkv(), PLAIN, sliding_window=3)
     with pytest.raises(TypeError):
         fcp.attention(*qkv(), PLAIN, 3)
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Shape annotations off, as they are for users: the library's own message is what is tested."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def _shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> list[Tensor]:

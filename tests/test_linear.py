@@ -78,3 +78,11 @@ def test_ranks_share_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     y = fcp.simulate(column_parallel, cp=2, tp=2)(X, W)
     assert fcp.relative_error(torch_linear(X, W), y) < FLOAT64
     assert seen == [((2, 2, 3, 4), (8, 4))]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (2, 3, 5)])
+def test_a_weight_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+    """A batch of weights, which would be taken for groups; a backend's words about two matrices in place of ours."""
+    with pytest.raises(ValueError, match=r"linear: weight .* for x \(2, 5\); it must be \[out, 5\]"):
+        fcp.linear(torch.zeros(2, 5), torch.zeros(shape))

@@ -105,3 +105,11 @@ def test_keeps_its_operands_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         norm(x, w)
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 4)])
+def test_a_weight_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
+    """A weight that broadcasts: one number for all of the width, or a row for each of the batch."""
+    with pytest.raises(ValueError, match=r"rms_norm: weight .* for x \(2, 6, 4\); it must be \[4\]"):
+        norm(X, torch.ones(shape, dtype=torch.float64))

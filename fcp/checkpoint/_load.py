@@ -47,8 +47,13 @@ def load(path: str | Path, sharded: Transformed, like: TrainState | None = None)
 def load_params(path: str | Path, sharded: Transformed) -> Params:
     """The parameters of a checkpoint alone, as shards of `sharded`: to evaluate them, or to write them elsewhere.
 
-    Args, Raises:
-        As for `load`.
+    Args:
+        path: a checkpoint, or the folder of several, as for `load`.
+        sharded: the transformed function that they are for.
+
+    Raises:
+        ValueError: as for `load`.
+        ImportError: as for `load`.
     """
     return params_of(*_load(Path(path), sharded, None, moments=False))
 
