@@ -20,7 +20,8 @@ With `asynchronous`, `save` copies what this rank writes and returns. A thread w
 thread so by a file, so that no collective is mixed with the training's. The saves that are going on, by folder, are the
 one thing that is remembered here.
 
-Left out: random state (fcp's functions draw none; what draws yours belongs into `extra`), and other versions' formats.
+Random state: fcp's functions draw nothing, so there is none of its own to keep. The state of a generator of yours goes
+into `extra` (`save` shows how). Left out: other versions' formats.
 """
 
 from fcp.checkpoint._load import load, load_params, newest, verify

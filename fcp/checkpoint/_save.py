@@ -190,7 +190,8 @@ def save(
         folder: of the checkpoints of one training; made where it is not there. The same, and shared, on all ranks.
         sharded: the transformed function whose shards the state has.
         state: what `train_step` gives.
-        extra: what else has to come back, as the position in the data: what JSON can hold, the same on all ranks.
+        extra: what else has to come back, as the position in the data: what JSON can hold, the same on all ranks. A
+            generator that the training draws from is numbers too, as below.
         keep: once this one is there, remove what is older than the newest `keep` whole checkpoints. None: nothing.
         asynchronous: return when this rank's tensors are copied, and write beside the training. What fails is raised by
             `wait`, or by the next save into the folder.
@@ -211,11 +212,17 @@ def save(
     >>> sharded = fcp.transform(model, cp=2)
     >>> step = fcp.train_step(sharded, fcp.optimizer(torch.optim.AdamW, lr=0.1))
     >>> state = step.init(sharded.shard(model.init(seed=0)))
-    >>> fcp.checkpoint.save(folder, sharded, state, extra={"row": 7}).path.name
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> extra = {"row": 7, "random": generator.get_state().tolist()}
+    >>> fcp.checkpoint.save(folder, sharded, state, extra=extra).path.name
     'step-00000000'
+    >>> drawn = torch.rand(3, generator=generator)
     >>> state, extra = fcp.checkpoint.load(folder, fcp.transform(model, fsdp=2))
-    >>> extra
-    {'row': 7}
+    >>> extra["row"]
+    7
+    >>> again = torch.Generator().set_state(torch.tensor(extra["random"], dtype=torch.uint8))
+    >>> torch.equal(torch.rand(3, generator=again), drawn)
+    True
     """
     library("safetensors")
     where, ranks = Path(folder).expanduser().absolute(), Ranks.of(sharded)

@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-def launch(processes: int, *command: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+SAMPLE, ALL = 3000, 4 * 3600
+"""Seconds that a launch may take: of some cases, and of all there are, on two cores."""
+
+
+def launch(
+    processes: int, *command: str, device: str = "cpu", timeout: int = SAMPLE
+) -> subprocess.CompletedProcess[str]:
     """Runs `command` under torchrun, with the checkout importable and one thread a rank."""
     if device == "cuda" and torch.cuda.device_count() < processes:
         pytest.skip(
@@ -28,14 +34,15 @@ def launch(processes: int, *command: str, device: str = "cpu") -> subprocess.Com
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FCP_TEST_DEVICE": device}
     run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     return subprocess.run(
-        [*run, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False
+        [*run, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
 def work(processes: int, what: str, count: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     results = folder / "results.jsonl"
     worker = str(ROOT / "tests" / "distributed" / "worker.py")
-    done = launch(processes, worker, what, str(count), str(results), device=device)
+    limit = ALL if count < 0 else SAMPLE
+    done = launch(processes, worker, what, str(count), str(results), device=device, timeout=limit)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in results.read_text().splitlines()]
 

@@ -74,8 +74,7 @@ def one(
     simulated = fcp.transform(model, **sizes)
     with fcp.record() as ran:
         out, found = fcp.value_and_grad(here)(params, inputs)
-    with fcp.record() as wanted:
-        fcp.simulate(fcp.value_and_grad(simulated.model_fn), **simulated.axes)(params, fcp.prepare(inputs))
+    wanted = simulated_events(simulated, params, inputs)
     error = max(
         fcp.relative_error(expected.loss, out.loss),
         fcp.relative_error(expected.logits, out.logits),
@@ -114,11 +113,21 @@ def memory() -> Iterator[Result]:
             simulated = fcp.transform(model, **sizes, **options)
             with fcp.record() as ran:
                 out, found = fcp.value_and_grad(here)(params, inputs)
-            with fcp.record() as wanted:
-                fcp.simulate(fcp.value_and_grad(simulated.model_fn), **simulated.axes)(params, fcp.prepare(inputs))
+            wanted = simulated_events(simulated, params, inputs)
             loss = fcp.relative_error(expected.loss.to(DEVICE), out.loss)
             error = max(loss, worst_error(grads, found), worst_error(grads, gradient(here, params, inputs)))
             yield f"{sizes} {options}", error, in_any_order(ran) == in_any_order(wanted)
+
+
+def simulated_events(sharded: Any, params: Any, inputs: Any) -> list[fcp.Event]:
+    """What the simulator's ranks run; rank 0 asks it and tells the others, whose cores have the real ranks to run."""
+    said: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with fcp.record() as events:
+            fcp.simulate(fcp.value_and_grad(sharded.model_fn), **sharded.axes)(params, fcp.prepare(inputs))
+        said = [list(events)]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
 
 
 def in_any_order(events: list[fcp.Event]) -> list[fcp.Event]:
@@ -261,14 +270,12 @@ def main() -> None:
         found = experts(experts_grid.sample(10**6 if count < 0 else count, ranks=world))
     else:
         found = KINDS[what]()
-    lines = []
-    for name, error, same in found:
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, (error, same))
-        lines.append({"name": name, "error": max(e for e, _ in everyone), "same": all(s for _, s in everyone)})
-    if dist.get_rank() == 0:
-        with open(results, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    with open(results if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as file:  # a line a case, as it ends
+        for name, error, same in found:
+            everyone: list[Any] = [None] * world
+            dist.all_gather_object(everyone, (error, same))
+            line = {"name": name, "error": max(e for e, _ in everyone), "same": all(s for _, s in everyone)}
+            file.write(json.dumps(line) + "\n")
     # A group that something still holds when the interpreter ends takes its threads down with it: "terminate called".
     mesh_of.cache_clear()
     groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
