@@ -71,7 +71,7 @@ def _candidate(seed: int, choose: random.Random) -> Draw:
 
 def _options(choose: random.Random, family: str, heads: tuple[int, int]) -> dict[str, Any]:
     def sometimes(chance: float, *values: Any) -> Any:
-        return choose.choice(values) if choose.random() < chance else None
+        return choose.choice(values) if values and choose.random() < chance else None
 
     cp = sometimes(0.8, 2, 3, 4, 5, 8, (2, 2), (2, 3), (3, 2))
     keeps_queries = False
@@ -82,7 +82,7 @@ def _options(choose: random.Random, family: str, heads: tuple[int, int]) -> dict
     if keeps_queries:
         asked["layout"] = sometimes(0.6, "zigzag", "balanced")
     shared = reduce(gcd, heads)
-    asked["tp"] = sometimes(0.4, *(n for n in (2, 3, 4) if shared % n == 0)) if shared > 1 else None
+    asked["tp"] = sometimes(0.4, *(n for n in (2, 3, 4) if shared % n == 0))
     asked["fsdp"] = sometimes(0.3, 2, 3)
     asked["dp"] = sometimes(0.25, 2, 3)
     if family in EXPERTS:
