@@ -141,7 +141,7 @@ def test_sample(seed: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("start", range(30, 2030, 50))
+@pytest.mark.parametrize("start", range(30, 1030, 50))
 def test_all(start: int) -> None:
     """The same, fifty seeds at a time."""
     errors = {draw.words: error_of(draw, draw.batch) for draw in map(drawn, range(start, start + 50))}
